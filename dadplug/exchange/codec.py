@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
@@ -59,18 +60,32 @@ def register_family(cls: Class) -> Class:
     return register(cls)
 
 
-def encode(item: Any) -> bytes:
+class _Parts(list[bytes]):
+    """Parts of a message that is being encoded.
+
+    Args:
+        compact: whether exponents of float32 tensors are compressed.
+    """
+
+    def __init__(self, compact: bool) -> None:
+        super().__init__([_HEAD])
+        self.compact = compact
+
+
+def encode(item: Any, compact: bool = False) -> bytes:
     """Encode an object.
 
     Args:
         item: None, booleans, numbers, strings, bytes, ``torch.dtype``, ``torch.device``, ``torch.Size``, dense tensors,
             numpy arrays and scalars, registered classes, and lists, tuples, dictionaries and sets of these.
+        compact: whether to compress exponents of float32 tensors, without loss. Weights and states of optimizers take
+            some 0.83 of their bytes then, which depend on the version of zlib.
 
     Raises:
         TypeError: for other objects; the message says what can be sent.
         ValueError: if containers lie too deep in one another.
     """
-    parts = [_HEAD]
+    parts = _Parts(compact)
     _encode(item, parts, 0)
     return b"".join(parts)
 
@@ -93,7 +108,7 @@ def decode(content: bytes | bytearray | memoryview) -> Any:
     return item
 
 
-def _encode(item: Any, parts: list[bytes], depth: int) -> None:
+def _encode(item: Any, parts: _Parts, depth: int) -> None:
     if depth > _DEPTH:
         raise ValueError(f"objects of more than {_DEPTH} levels, or that contain themselves, cannot be sent")
     kind: Any = type(item)
@@ -124,7 +139,7 @@ def _encode(item: Any, parts: list[bytes], depth: int) -> None:
         )
 
 
-def _encode_items(items: list[Any], parts: list[bytes], depth: int) -> None:
+def _encode_items(items: list[Any], parts: _Parts, depth: int) -> None:
     parts.append(_SIZE.pack(len(items)))
     for each in items:
         _encode(each, parts, depth + 1)
@@ -140,14 +155,31 @@ def _write_type(dtype: torch.dtype, parts: list[bytes]) -> None:
     _write_bytes(_TENSOR_NAMES[dtype].encode(), parts)
 
 
-def _encode_tensor(tensor: Tensor, parts: list[bytes]) -> None:
+def _encode_tensor(tensor: Tensor, parts: _Parts) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta:
         raise TypeError(f"a tensor of layout {tensor.layout} on {tensor.device} cannot be sent: make it a dense one")
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if parts.compact and plain.dtype is torch.float32:
+        parts.append(b"P")
+        _write_shape(plain.shape, parts)
+        _write_planes(plain.reshape(-1).numpy().view("<u4"), parts)
+        return
     parts.append(b"T")
     _write_type(plain.dtype, parts)
     _write_shape(plain.shape, parts)
     _write_bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"", parts)
+
+
+def _write_planes(numbers: Any, parts: list[bytes]) -> None:
+    """Write the lower 16 bits of all numbers, the next 8 bits, and the upper 8 bits, compressed.
+
+    The upper bits, sign and most of the exponent, are the only ones that compress; bytes of one value do not follow one
+    another, so that a code by frequency alone (Huffman) is as small as others, and some 20 times as fast.
+    """
+    _write_bytes(numbers.astype("<u2").tobytes(), parts)  # the lower bits
+    _write_bytes((numbers >> 16).astype(np.uint8).tobytes(), parts)
+    code = zlib.compressobj(1, wbits=-zlib.MAX_WBITS, strategy=zlib.Z_HUFFMAN_ONLY)
+    _write_bytes(code.compress((numbers >> 24).astype(np.uint8).tobytes()) + code.flush(), parts)
 
 
 def _encode_array(array: Any, parts: list[bytes]) -> None:
@@ -225,7 +257,7 @@ def _read_size(reader: _Reader, depth: int) -> torch.Size:
 
 
 def _read_shape(reader: _Reader, itemsize: int) -> tuple[list[int], memoryview]:
-    """Read a shape and the bytes that fill it."""
+    """Read a shape and the bytes that fill it, so many for each element."""
     shape = [reader.size() for _ in range(reader.count(_SIZE.size))]
     content = reader.content()
     nbytes = itemsize
@@ -243,6 +275,19 @@ def _read_tensor(reader: _Reader, depth: int) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return (flat != 0 if dtype is torch.bool else flat.view(dtype)).reshape(shape)
+
+
+def _read_planes(reader: _Reader, depth: int) -> Tensor:
+    shape, low = _read_shape(reader, 2)
+    middle, code = reader.content(), zlib.decompressobj(-zlib.MAX_WBITS)
+    high = code.decompress(reader.content(), len(middle) + 1)
+    if not (code.eof and len(low) == 2 * len(middle) == 2 * len(high)):
+        raise ValueError(f"{len(low)}, {len(middle)} and {len(high)} bytes are not those of one tensor")
+    numbers = np.frombuffer(high, np.uint8).astype("<u4") << 8
+    numbers |= np.frombuffer(middle, np.uint8)
+    numbers <<= 16
+    numbers |= np.frombuffer(low, "<u2")
+    return torch.from_numpy(numbers.view("<f4")).reshape(shape)
 
 
 def _read_array(reader: _Reader, depth: int) -> Any:
@@ -342,6 +387,7 @@ _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"Z": lambda reader, depth: frozenset(_items(reader, depth)),
     b"H": _read_size,
     b"T": _read_tensor,
+    b"P": _read_planes,
     b"A": _read_array,
     b"G": lambda reader, depth: _read_array(reader, depth)[()],
     b"R": _read_registered,

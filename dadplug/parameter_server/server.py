@@ -485,7 +485,7 @@ class ParameterServer(ReplicatedModel):
         further |= {"objects": state.further, "optimizer": shared_state(self._optimizer.optimizer)}
         further |= {"fused": self._optimizer.kind} | self._shared_state()
         state = dataclasses.replace(state, further=further)
-        self._log.send(FrameKind.SNAPSHOT, request.number, base=request.base, body=codec.encode(state))
+        self._log.send(FrameKind.SNAPSHOT, request.number, base=request.base, body=codec.encode(state, compact=True))
 
     def _take_over(self, state: JoinState) -> None:
         """Go on from the state of another site: apply what has been committed since, and take part.

@@ -31,7 +31,7 @@ from .dealing import DEALS, Answer, OwnDealer, SharedDealer
 from .sequencer import Rules, Sequencer
 from .streams import HUB, Frame, FrameKind, FrameLoop
 
-VERSION = 2  # of the messages between a site and the service, and of the frames that follow them
+VERSION = 3  # of the messages between a site and the service, and of the frames that follow them
 KEY_CHARACTERS = 32
 MEMORY = 1 << 30  # bytes of a sequencer's messages at the hub
 MOST_NAMES = 1 << 24  # bytes

@@ -5,6 +5,7 @@ import enum
 import math
 import pickle
 import tracemalloc
+import zlib
 from collections import Counter, OrderedDict, defaultdict
 from contextlib import suppress
 from typing import NamedTuple
@@ -110,9 +111,9 @@ def decodes_or_raises(content) -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(anything)
-def test_what_is_encoded_comes_back(item):
-    assert same(codec.decode(codec.encode(item)), item)
+@given(anything, st.booleans())
+def test_what_is_encoded_comes_back(item, compact):
+    assert same(codec.decode(codec.encode(item, compact)), item)
 
 
 @settings(deadline=None, max_examples=500)
@@ -133,9 +134,9 @@ def test_bytes_of_a_stranger_raise_value_errors_only(content):
 
 
 @settings(deadline=None, max_examples=500)
-@given(anything, st.data())
-def test_a_damaged_message_raises_value_errors_only(item, data):
-    content = bytearray(codec.encode(item))
+@given(anything, st.data(), st.booleans())
+def test_a_damaged_message_raises_value_errors_only(item, data, compact):
+    content = bytearray(codec.encode(item, compact))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     content = content[: data.draw(st.integers(0, len(content)))]
@@ -150,6 +151,27 @@ def test_sizes_are_checked_before_anything_is_allocated(tag, size):
     with pytest.raises(ValueError, match="a message from another site is damaged"):
         codec.decode(b"dadplug1" + tag + head + size.to_bytes(8, "little") * 3 + b"\0" * 64)
     assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+
+
+def test_exponents_compress_and_every_bit_comes_back():
+    bits = torch.cat([torch.randint(-(1 << 31), 1 << 31, (4096,)), torch.tensor([0, 1, -1, 0x7F800001, -(1 << 31)])])
+    for item in (bits.to(torch.int32).view(torch.float32), torch.randn(7, 900), torch.randn(60, 1000).square() * 1e-8):
+        content = codec.encode([item], compact=True)
+        assert torch.equal(codec.decode(content)[0].view(torch.int32), item.view(torch.int32))
+    assert len(content) < 0.85 * len(codec.encode([item]))
+    assert codec.encode(item.double(), compact=True) == codec.encode(item.double())
+
+
+@pytest.mark.parametrize("count", [0, 1, 1 << 24], ids=["no tensor", "another size", "memory"])
+def test_exponents_of_another_size_are_refused_before_they_take_memory(count):
+    code = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    parts = [b"\0" * 8, b"\0" * 4, code.compress(b"\0" * count) + code.flush()]
+    content = b"".join(len(each).to_bytes(8, "little") + each for each in parts)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="are not those of one tensor"):
+        codec.decode(b"dadplug1P" + (1).to_bytes(8, "little") + (4).to_bytes(8, "little") + content)
+    assert tracemalloc.get_traced_memory()[1] < 200_000
     tracemalloc.stop()
 
 

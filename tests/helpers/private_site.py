@@ -21,7 +21,6 @@ from dadplug.errors import MismatchError
 from dadplug.hub.secure.secure_socket import SecureSocket
 
 SENTINEL, MANY = 1234567.0, 64
-PATTERN = struct.pack("<f", SENTINEL) * 8
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class Case:
         folder: folder for what it writes.
         private: the option.
         way: mode of a reduction; "ddp" for a wrapped model, "local" for local steps, "server" for a parameter server,
-            "lora" for a reduction of adapters beside a frozen model, or "lora server" for a server of these.
+            "lora" for a reduction of adapters beside a frozen model, or "lora server" for a server of these; with
+            "adamw" in it, that optimizer trains, else SGD with momentum.
         backbone: seed of the frozen model.
         leave: step after which the process ends without a word; -1 for never.
         steps: most steps.
@@ -76,15 +76,22 @@ class Adapted(nn.Module):
 
 
 class Traffic:
-    """Bytes that this site sends and receives, apart from encryption, and how often these contain a pattern."""
+    """Bytes that this site sends and receives, apart from encryption, and how often it sends the sentinel.
 
-    def __init__(self, pattern: bytes = PATTERN) -> None:
+    Args:
+        double: whether it is in double precision; else it is looked for also as the state of a site that joins has it,
+            which contains the lower 16 bits of all numbers first.
+    """
+
+    def __init__(self, double: bool = False) -> None:
         self.sent = self.received = self.found = 0
+        whole = struct.pack("<d" if double else "<f", SENTINEL)
+        patterns = (whole * 8,) if double else (whole * 8, whole[:2] * 8)
         write, recv_into = SecureSocket.write, SecureSocket.recv_into
 
         def writing(connection: SecureSocket, content: bytes) -> None:
             self.sent += len(memoryview(content).cast("B"))
-            self.found += bytes(content).count(pattern)
+            self.found += sum(map(bytes(content).count, patterns))
             write(connection, content)
 
         def receiving(connection: SecureSocket, buffer: memoryview) -> int | None:
@@ -137,7 +144,8 @@ def train(case: Case) -> None:
     lora, way = "lora" in case.way, case.way.split()[-1]
     model = nn.Sequential(Adapted(), Adapted()) if lora else Net(site)
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=1e-9, momentum=0.9)
+    sgd = torch.optim.SGD(trained, lr=1e-9, momentum=0.9)
+    optimizer = torch.optim.AdamW(trained, lr=1e-9) if "adamw" in case.way else sgd
     if not lora:
         plant(model, optimizer)
     with (Path(case.folder) / "log.jsonl").open("a", buffering=1) as log:

@@ -7,7 +7,6 @@ the file "found".
 
 import importlib
 import json
-import struct
 import sys
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ MANY = 24
 
 def main(trainer: str, private: list[str], **fields: object) -> None:
     plain = trainer == "elastic_transformers"  # in single precision
-    traffic = Traffic(struct.pack("<f" if plain else "<d", SENTINEL) * 8)
+    traffic = Traffic(double=not plain)
 
     @torch.no_grad()
     def plant(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -173,7 +173,7 @@ def test_settings_that_differ_or_are_not_valid_are_refused_at_all_sites(joined):
     _, group = joined
     for change, text in (
         ("limit", "different settings: limit is "),
-        ("version", "speaks version 99 of the protocol of parameter servers, the hub version 2"),
+        ("version", f"speaks version 99 of the protocol of parameter servers, the hub version {connect.VERSION}"),
         ("workers", "the settings of a sequencer are out of range"),
     ):
         found = group.run(starts_differently, change)

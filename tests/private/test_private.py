@@ -440,7 +440,7 @@ class Block(nn.Module):
 
 
 def test_the_state_of_adapters_is_adapters_and_their_optimizers_state():
-    """Names, digests of frozen parameters, plan and options take some hundredths of it."""
+    """Names, digests of frozen parameters, plan and options take less than what compressing exponents saves."""
     model = nn.Sequential(*(Block() for _ in range(12)))
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
@@ -450,10 +450,10 @@ def test_the_state_of_adapters_is_adapters_and_their_optimizers_state():
     reduction.synchronize()
     optimizer.step()
     state = reduction._donate()
-    content = codec.encode(state)
+    content = codec.encode(state, compact=True)
     found = codec.decode(content)
     assert found.description == state.description
     assert found.frozen == state.frozen == frozen_digests(model)
     assert found.plan == state.plan
-    assert 3.0 < len(content) / (4 * sum(map(torch.numel, trained))) < 3.15
+    assert 2.3 < len(content) / (4 * sum(map(torch.numel, trained))) < 2.8
     reduction.detach()

@@ -46,13 +46,13 @@ def test_the_search_finds_what_is_not_private(tmp_path, way):
     assert {line["mark"] for line in run.written("b")} == {0.0}
 
 
-@pytest.mark.parametrize(("way", "most"), [("lora", 3), ("lora server", 12)], ids=["lora", "lora server"])
+@pytest.mark.parametrize(("way", "most"), [("lora", 2.2), ("lora adamw", 3), ("adamw lora server", 12)])
 def test_a_site_that_joins_gets_adapters_and_not_the_frozen_model(tmp_path, way, most):
-    """From a log, with the commits that are made meanwhile; the frozen model has 32 times the bytes."""
+    """At a server with the commits that are made meanwhile. The frozen model has 32 times the bytes."""
     run = joins(tmp_path, way=way)
     joined = run.written("b")[-1]["joined"]
     adapters = 2 * 2 * 1024 * 16 * 4
-    assert 2 * adapters < joined["sent"] + joined["received"] < most * adapters
+    assert 1.7 * adapters < joined["sent"] + joined["received"] < most * adapters
 
 
 def test_a_site_that_joins_with_another_frozen_model_is_refused(tmp_path):

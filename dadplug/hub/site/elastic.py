@@ -132,7 +132,7 @@ class ElasticRounds(HubRounds):
     def _answer(self) -> bytes:
         """Return the state of this site, for one that joins."""
         assert self.donate is not None
-        return codec.encode(self.donate())
+        return codec.encode(self.donate(), compact=True)
 
     def rejoin(self) -> None:
         with self._traffic.waiting():
