@@ -3,6 +3,9 @@
     sudo python benchmarks/many_sites.py                              MNISTNet, 8 sites, 10 and 100 Mbit/s
     python benchmarks/many_sites.py --rates none --sites 4            without root, on loopback
     python benchmarks/many_sites.py --digits --seeds 3                steps to 0.93 on the embedded digits, on loopback
+    sudo python benchmarks/many_sites.py --by-class 200 --rates 10mbit --methods dsgd,rankdad:rank=auto
+                                                                      accuracy and bytes after 200 steps on the digits,
+                                                                      each site with one or two classes
     sudo python benchmarks/many_sites.py --rates 10mbit --methods alone,powersgd --results rows.jsonl
                                                                       in pieces: rows are added to the file as they are
                                                                       found, and the table is of all of them
@@ -44,6 +47,7 @@ from dadplug.support.processes import free_port
 METHODS = "alone,rankdad,rankdad:merge=owner,powersgd"
 DIGITS_METHODS = "rankdad,rankdad:merge=owner"
 WARM_UP = 5
+LAST = 10  # steps whose accuracies are averaged
 
 
 class Star:
@@ -139,9 +143,11 @@ def time_steps(arguments: argparse.Namespace) -> None:
         attached.detach()
 
 
-def batches(data, rank: int, sites: int, size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Draw this site's batches, epoch after epoch; as many at all sites."""
-    share = site_indices(data.train.labels, rank, sites, "iid", seed)[: len(data.train) // sites]
+def batches(
+    data, rank: int, sites: int, size: int, seed: int, split: str = "iid"
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Draw this site's batches, epoch after epoch; as many at all sites in an i.i.d. split."""
+    share = site_indices(data.train.labels, rank, sites, split, seed)[: len(data.train) // sites]
     generator = torch.Generator().manual_seed(seed)
     while True:
         loader = torch.utils.data.DataLoader(
@@ -177,6 +183,51 @@ def count_steps(arguments: argparse.Namespace) -> None:
                 print(json.dumps({"method": method, "seed": seed, "steps": reached, "best": best}), flush=True)
 
 
+def train_by_class(arguments: argparse.Namespace) -> None:
+    """Train by each method for so many steps, for some seeds, and report the accuracy and what a site has sent."""
+    rank, sites = dist.get_rank(), arguments.sites
+    data = load_dataset("digits")
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+        torch.manual_seed(seed)
+        fresh, sized = build_for(data, "MNISTNet")
+        for index, layer in enumerate(fresh.middle):  # statistics of batches of one class are those of no other site
+            if isinstance(layer, nn.BatchNorm1d):
+                fresh.middle[index] = nn.LayerNorm(layer.num_features)
+        for method in arguments.methods.split(","):
+            attached = Attached(deepcopy(fresh), method, arguments.rank)
+            optimizer = torch.optim.Adam(attached.model.parameters(), lr=1e-3)
+            begin, found = time.perf_counter(), []
+            rows = batches(sized, rank, sites, 16, seed, "by-class")
+            for step, (inputs, labels) in zip(range(1, arguments.by_class + 1), rows, strict=False):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(attached.model(inputs), labels).backward()
+                attached.synchronize()
+                optimizer.step()
+                if step > arguments.by_class - LAST:
+                    found.append(accuracy(attached.model, sized))
+            ms = 1e3 * (time.perf_counter() - begin) / arguments.by_class
+            sent: list[int] = [0] * sites
+            dist.all_gather_object(sent, attached.reduction.traffic.total_bytes_sent)
+            attached.detach()
+            if rank == 0:
+                row = {"method": method, "seed": seed, "accuracy": statistics.mean(found), "ms": ms}
+                print(json.dumps(row | {"mean": statistics.mean(sent) / 1e6, "most": max(sent) / 1e6}), flush=True)
+
+
+def print_accuracies(rows: list[dict]) -> None:
+    """Print accuracies, times and bytes by rate and method, the mean over seeds."""
+    print(
+        f"| rate | method | accuracy of the last {LAST} steps | ms a step | MB a site | MB, at most |"
+    )
+    print("| --- " * 6 + "|")
+    for rate, method in dict.fromkeys((row["rate"], row["method"]) for row in rows):
+        case = [row for row in rows if (row["rate"], row["method"]) == (rate, method)]
+        accuracy, ms, mean, most = (
+            statistics.mean(row[key] for row in case) for key in ("accuracy", "ms", "mean", "most")
+        )
+        print(f"| {title(rate)} | {title(method)} | {accuracy:.4f} | {ms:.0f} | {mean:.1f} | {most:.1f} |")
+
+
 def show(arguments: argparse.Namespace) -> None:
     """Run the sites at each rate, keep the rows, and print the table of all of them."""
     rows = [] if arguments.results is None else read(arguments.results)
@@ -187,6 +238,9 @@ def show(arguments: argparse.Namespace) -> None:
             if arguments.results is not None:
                 with arguments.results.open("a") as file:
                     print(json.dumps(row), file=file)
+    if arguments.by_class:
+        print_accuracies([row for row in rows if "accuracy" in row])
+        return
     (print_steps if arguments.digits else print_times)([row for row in rows if ("seed" in row) == arguments.digits])
 
 
@@ -224,6 +278,7 @@ def main() -> None:
         rank=4,
         steps=15,
         digits=(False, "count steps to an accuracy instead"),
+        by_class=(0, "train for so many steps on digits by class instead"),
         seeds=3,
         first_seed=0,
         results={"type": Path, "help": "file of rows, to which those found are added"},
@@ -236,6 +291,9 @@ def main() -> None:
     arguments.loopback = arguments.digits or not may_make_links()
     if arguments.site:
         connect_site()
+        if arguments.by_class:
+            train_by_class(arguments)
+            return
         (count_steps if arguments.digits else time_steps)(arguments)
         return
     if not arguments.digits:
