@@ -25,8 +25,8 @@ XDIST := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # What `make test` runs of the tests; `make test-all` runs all of them. See tests/extensive.txt.
 SELECTION := -m "not extensive"
 
-.PHONY: demo test test-all pytest check-benchmarks test-avx2 test-generic test-oldest test-newest test-trainers lint types docs \
-	notebooks dist dist-test workflows clean
+.PHONY: demo test test-all pytest check-benchmarks test-avx2 test-generic test-oldest test-newest test-trainers test-peers lint types \
+	docs notebooks dist dist-test workflows clean
 
 demo: $(DEMO)
 	$(BIN)/python examples/two_site_mnist.py
@@ -59,6 +59,10 @@ test-trainers: $(TRAINERS)/ready
 # What the benchmarks do at a few steps, and compute from their results.
 check-benchmarks: $(READY)
 	PYTHONPATH=tests:tests/helpers $(BIN)/python tests/run.py -p conftest benchmarks
+
+# Tests of torch and Accelerate with dadplug's DistributedDataParallel in the place of torch's.
+test-peers: $(READY)
+	$(BIN)/python benchmarks/peers.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -216,9 +216,7 @@ def train_by_class(arguments: argparse.Namespace) -> None:
 
 def print_accuracies(rows: list[dict]) -> None:
     """Print accuracies, times and bytes by rate and method, the mean over seeds."""
-    print(
-        f"| rate | method | accuracy of the last {LAST} steps | ms a step | MB a site | MB, at most |"
-    )
+    print(f"| rate | method | accuracy of the last {LAST} steps | ms a step | MB a site | MB, at most |")
     print("| --- " * 6 + "|")
     for rate, method in dict.fromkeys((row["rate"], row["method"]) for row in rows):
         case = [row for row in rows if (row["rate"], row["method"]) == (rate, method)]
