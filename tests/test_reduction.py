@@ -354,6 +354,10 @@ def test_arguments_of_other_types_are_refused() -> None:
     for group in ("gloo", 3, dist.GroupMember.NON_GROUP_MEMBER):
         with pytest.raises(TypeError, match="process_group must be a"):
             GradientReduction(nn.Linear(2, 2), mode="dad", process_group=group, weighting="samples")
+    reduction = GradientReduction(nn.Linear(2, 2), mode="dad")
+    for loss in (True, "0.5", torch.ones(())):
+        with pytest.raises(TypeError, match=f"takes a number, .* got {type(loss).__name__}"):
+            reduction.report(loss)
 
 
 # Reports and state of a reduction: plan, traffic, state, buffers, options

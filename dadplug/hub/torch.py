@@ -229,10 +229,20 @@ class Collectives(_ProcessGroup):
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> HubWork:
         """Gather a tensor of each site in one tensor, at all sites."""
-        sizes = [own.numel()] * self.size()
-        return self._gather(_flat([own]), sizes, lambda parts: _put(torch.cat(parts), [output]), [output])
+        return self.all_gather_single_coalesced([output], [own], opts)
 
-    _allgather_base = all_gather_single  # its name before torch 2.13
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> HubWork:
+        """Gather several tensors of each site, each of them in one tensor; functional collectives call it."""
+        counts = [each.numel() for each in inputs]
+
+        def put(parts: list[Tensor]) -> None:
+            by_site = [part.split(counts) for part in parts]
+            _put(torch.cat([each for same in zip(*by_site, strict=True) for each in same]), outputs)
+
+        return self._gather(_flat(inputs), [sum(counts)] * self.size(), put, outputs)
+
+    # Their names before torch 2.13
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HubWork:
         """Gather a tensor of each site at one site. The hub passes it on to all: the others discard it."""
@@ -257,9 +267,18 @@ class Collectives(_ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, own: Tensor, opts: Any) -> HubWork:
         """Reduce a tensor over the sites; each site gets the part of its rank."""
-        return self.reduce_scatter([output], [list(own.reshape(self.size(), -1))], opts)
+        return self.reduce_scatter_single_coalesced([output], [own], opts)
 
-    _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> HubWork:
+        """Reduce several tensors over the sites, as one; functional collectives call it."""
+
+        def put(total: Tensor) -> None:
+            every = total.split([each.numel() for each in inputs])
+            _put(torch.cat([each.view(self.size(), -1)[self._own] for each in every]), outputs)
+
+        return self._reduce(inputs, opts.reduceOp, put)
+
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> HubWork:
         """Send one tensor to each site, and receive one of each."""
@@ -410,7 +429,13 @@ def _check_pickles(policy: Policy) -> None:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors as one flat tensor on the CPU."""
+    """Return tensors as one flat tensor on the CPU.
+
+    Raises:
+        ValueError: if their types differ, which would round some of them.
+    """
+    if len(dtypes := {each.dtype for each in tensors}) > 1:
+        raise ValueError(f"the tensors of one collective have one type over the hub, got {sorted(map(str, dtypes))}")
     flat = [each.detach().reshape(-1).cpu() for each in tensors]
     return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 

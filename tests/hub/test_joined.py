@@ -98,6 +98,29 @@ def speaks_by_collectives() -> list:
     return [flat.tolist(), part.tolist(), swapped.tolist()]
 
 
+def functional_collectives() -> list:
+    """Those that DTensor, FSDP2 and compiled programs call, by C++."""
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed import tensor
+
+    rank, world = dist.get_rank(), dist.group.WORLD
+    own, pair = torch.full((1, 2), rank + 1.0), torch.arange(4.0) * (rank + 1)
+    several = functional.all_gather_into_tensor_coalesced([own, own.flatten()[:1] + 4], world)
+    parts = functional.reduce_scatter_tensor_coalesced([pair, pair[:2]], "sum", [0, 0], world)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    spread = tensor.distribute_tensor(torch.arange(5.0), mesh, [tensor.Shard(0)])
+    found = [functional.all_gather_tensor(own, 0, world), *several, *parts, spread.full_tensor()]
+    return [each.flatten().tolist() for each in found]
+
+
+def test_functional_collectives_and_dtensors_work_over_the_hub(group):
+    same, last = [[1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 2.0, 2.0], [5.0, 6.0]], [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert group.run(functional_collectives) == [
+        [*same, [0.0, 3.0], [0.0], last],
+        [*same, [6.0, 9.0], [3.0], last],
+    ]
+
+
 def test_torch_distributed_works_over_the_hub(group):
     flat = [0.0, 0.0, 1.0, 1.0]
     assert group.run(speaks_by_collectives) == [

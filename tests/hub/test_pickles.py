@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from running_hub import running_hub
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 
 from dadplug import GradientReduction, LocalSGD
 from dadplug.adapm import ParameterManager
@@ -173,6 +174,7 @@ def raw():
         "all_reduce": lambda: dist.all_reduce(ones),
         "all_gather": lambda: dist.all_gather(rooms, ones),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.ones(4), ones),
+        "functional": lambda: functional.all_gather_tensor(ones, 0, dist.group.WORLD),
         "broadcast": lambda: dist.broadcast(ones, 0),
         "reduce": lambda: dist.reduce(ones, 0),
         "gather": lambda: dist.gather(ones, rooms if dist.get_rank() == 0 else None),

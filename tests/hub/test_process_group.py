@@ -285,8 +285,13 @@ def test_other_groups_are_refused(three):
             ValueError,
             "SUM, AVG, PRODUCT, MIN and MAX",
         ),
+        (
+            lambda group: group.allreduce_coalesced([torch.ones(1), torch.ones(1).long()], reducing(SUM)),
+            ValueError,
+            r"have one type over the hub, got \['torch.float32', 'torch.int64'\]",
+        ),
     ],
-    ids=["messages between two sites", "another size than agreed", "an unknown operation"],
+    ids=["messages between two sites", "another size than agreed", "an unknown operation", "two types"],
 )
 def test_what_is_refused_sends_nothing(together, misuse, error, reason):
     def site(group):

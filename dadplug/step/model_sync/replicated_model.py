@@ -306,7 +306,7 @@ class ReplicatedModel:
         Raises:
             TypeError: if the loss is no number.
         """
-        if loss is not None and not isinstance(loss, Real):
+        if loss is not None and (isinstance(loss, bool) or not isinstance(loss, Real)):
             raise TypeError(f"report(loss=...) takes a number, such as loss.item(), got {type(loss).__name__}")
         own, traffic = None if loss is None else float(loss), self.traffic
         self._transport.rounds.show_contribution(self._all_samples, traffic.steps, traffic.wait_in_steps, own)
