@@ -282,6 +282,8 @@ HARM: dict[str, Callable[[bytes], list[bytes]]] = {
     "long": lambda content: [content + bytes(8)],
     "twice": lambda content: [content, content],
     "missing": lambda content: [],
+    "apart": lambda content: [],
+    "besides": lambda content: [content],
 }
 _FIRST = 1  # number of the first gather of a plan in its channel
 
@@ -304,6 +306,9 @@ def harm(case: Case, current: Callable[[], int]) -> None:
 
     def sent(link: HubLink, exchange: int, content: memoryview, kind: Kind = Kind.PAYLOAD, **rest: Any) -> None:
         harms = current() >= LIE and kind is Kind.PAYLOAD and exchange % (1 << inbox.CHANNEL_BITS) == _FIRST
+        if harms and case.harm in ("apart", "besides"):  # each site gets a message of its own
+            for slot in {*range(link.world_size)} - {link.rank}:
+                send(link, exchange, memoryview(bytes(content[:-1]) + bytes([slot])), kind, to=slot + 1)
         for each in HARM[case.harm](bytes(content)) if harms else [content]:
             send(link, exchange, memoryview(each), kind, **rest)
 

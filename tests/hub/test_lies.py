@@ -202,19 +202,20 @@ def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, lies, m
 @pytest.mark.parametrize(
     ("harm", "mode"),
     [
-        *itertools.product(["short", "long", "missing"], ["dad", "dsgd"]),
+        *itertools.product(["short", "long", "missing", "apart"], ["dad", "dsgd"]),
         *itertools.product(["samples", "rows"], ["dad"]),
     ],
 )
 def test_others_go_on_without_a_member_whose_payload_is_invalid(tmp_path, harm, mode, sealed):
     lacks = "site 2 (c) has ended the round without its payload"
-    told = lacks if harm in ("short", "long", "missing") else "site 2 (c) has sent an invalid payload"
+    told = lacks if harm in ("short", "long", "missing", "apart") else "site 2 (c) has sent an invalid payload"
     check_left_out(tmp_path, told, mode, sealed, harm=harm)
 
 
-def test_what_a_member_sends_besides_is_ignored(tmp_path):
+@pytest.mark.parametrize("harm", ["twice", "besides"])
+def test_what_a_member_sends_besides_is_ignored(tmp_path, harm):
     with Fleet(tmp_path, sealed_hub(tmp_path), mode="dad", steps=10) as fleet:
-        lines, _ = fleet.train("ab", c={"harm": "twice"})
+        lines, _ = fleet.train("ab", c={"harm": harm})
     same_bits(lines, idles(tmp_path / "idle", "abc", {step: [0, 1, 2] for step in range(10)}, mode="dad"))
 
 

@@ -369,10 +369,10 @@ def test_a_step_with_its_connection_cut_anywhere_gives_the_same_results(tmp_path
 # Inbox: pieces of messages find their buffers, in whatever order they and their receivers come
 
 
-KEY = Kind.PAYLOAD, 1, 7
+KEY = Kind.PAYLOAD, 1, 7, False
 
 
-def deliver(inbox: Inbox, content: bytes, offset: int = 0, key: tuple[Kind, int, int] = KEY) -> None:
+def deliver(inbox: Inbox, content: bytes, offset: int = 0, key: tuple[Kind, int, int, bool] = KEY) -> None:
     head = Head(key[0], key[1], 1, key[2], offset, len(content))
     room = inbox.room(head)
     room[:] = content
@@ -388,11 +388,11 @@ def test_messages_go_to_buffers_in_the_order_in_which_both_come():
     for _ in range(200):
         inbox = Inbox(["a", "b", "c"], 0)
         sizes = {
-            (Kind.PAYLOAD, slot, number): [chance.randrange(1, 40) for _ in range(4)]
+            (Kind.PAYLOAD, slot, number, False): [chance.randrange(1, 40) for _ in range(4)]
             for slot in (1, 2)
             for number in (3, 4)
         }
-        sizes[Kind.SUM, 0, 5] = [chance.randrange(1, 40) for _ in range(4)]
+        sizes[Kind.SUM, 0, 5, False] = [chance.randrange(1, 40) for _ in range(4)]
         contents = {key: [chance.randbytes(size) for size in each] for key, each in sizes.items()}
         pieces = {key: [piece for content in each for piece in cut(content)] for key, each in contents.items()}
         wanted = {key: list(each) for key, each in sizes.items()}
@@ -444,11 +444,11 @@ def test_a_message_of_another_size_is_an_error_that_names_its_sender(offset, siz
 def test_early_messages_take_bounded_memory():
     inbox = Inbox(["a", "b"], 0, limit=10 * PIECE_BYTES)
     for number in range(10):
-        deliver(inbox, bytes(PIECE_BYTES), 0, (Kind.PAYLOAD, 1, number))
+        deliver(inbox, bytes(PIECE_BYTES), 0, (Kind.PAYLOAD, 1, number, False))
     assert inbox.early_bytes == 10 * PIECE_BYTES
     with pytest.raises(MismatchError, match=r"most of them from site 1 \(b\)"):
         inbox.room(Head(Kind.PAYLOAD, 1, 1, 11, 0, 1))
-    inbox.expect((Kind.PAYLOAD, 1, 3), memoryview(bytearray(PIECE_BYTES)))
+    inbox.expect((Kind.PAYLOAD, 1, 3, False), memoryview(bytearray(PIECE_BYTES)))
     deliver(inbox, bytes(PIECE_BYTES))
 
 

@@ -18,14 +18,21 @@ CALLS = 0  # number of the exchange of sites that do not make the same calls
 MAX_EARLY_BYTES = 1 << 30
 _PLACE_BYTES = 500
 
-_Key = tuple[Kind, int, int]  # kind, slot of the sender, number of the exchange
+# Kind, slot of the sender, number of the exchange, and whether the message is for one site. Else a member could send
+# each site a message of its own where one for all is expected, and the sites would go on with different numbers.
+_Key = tuple[Kind, int, int, bool]
+
+
+def key_of(head: Head) -> _Key:
+    """Return the key of the message that a frame belongs to."""
+    return head.kind, head.slot, head.exchange, head.to > 0
 
 
 class Incoming:
     """Message that is expected.
 
     Attributes:
-        key: kind, slot of the sender and number of the exchange of its frames.
+        key: see `key_of`.
         buffer: room for it, of bytes.
         received: bytes that have arrived.
         done: whether all have.
@@ -77,7 +84,7 @@ class Inbox:
         """Expect a message.
 
         Args:
-            key: kind, slot of the sender and number of the exchange.
+            key: see `key_of`.
             buffer: room for it; nothing arrives where it is empty.
 
         Raises:
@@ -117,7 +124,7 @@ class Inbox:
         Raises:
             MismatchError: if it does not fit what is expected, or too much has arrived that is not expected.
         """
-        expected = self._expected.get((head.kind, head.slot, head.exchange))
+        expected = self._expected.get(key_of(head))
         self._target = None
         if expected and self._takes(head):
             part = self._part(expected[0], head.offset, head.length)
@@ -127,8 +134,8 @@ class Inbox:
             return part
         if self.early_bytes + head.length > self._limit:
             senders = Counter({head.slot: head.length})
-            for (_, slot, _), frames in self._early.items():
-                senders[slot] += sum(len(piece) for _, piece in frames)
+            for key, frames in self._early.items():
+                senders[key[1]] += sum(len(piece) for _, piece in frames)
             ((most, _),) = senders.most_common(1)
             raise MismatchError(
                 f"{self.early_bytes >> 20} MB have arrived at {self._name(self._rank)} that belong to no exchange "
@@ -142,7 +149,7 @@ class Inbox:
         Raises:
             MismatchError: if it does not fit what has been expected meanwhile.
         """
-        key = head.kind, head.slot, head.exchange
+        key = key_of(head)
         if self._target is not None:
             self._target.count(head.length)
             self.expected_bytes -= head.length
@@ -214,23 +221,23 @@ class Inbox:
         """
         begun = self.begun_by(slot, step)
         channels = {exchange >> CHANNEL_BITS for exchange in begun}
-        expected = (exchange for kind, sender, exchange in self._expected if (kind, sender) == (Kind.PAYLOAD, slot))
+        expected = (key[2] for key in self._expected if key[:2] == (Kind.PAYLOAD, slot))
         return CALLS in begun or any(each >> CHANNEL_BITS in channels for each in expected)
 
     def begun_by(self, slot: int, step: int) -> set[int]:
         """Return the exchanges that a site has begun in a step, and this one has not."""
-        payloads = {key[2]: frames for key, frames in self._early.items() if key[:2] == (Kind.PAYLOAD, slot)}
-        return {exchange for exchange, frames in payloads.items() if frames[0][0].step == step}
+        early = [each for each in self._early.items() if each[0][:2] == (Kind.PAYLOAD, slot)]
+        return {key[2] for key, frames in early if frames[0][0].step == step}
 
     @property
     def awaited(self) -> str:
         """Exchange that is waited for, in words."""
-        numbers = [exchange % (1 << CHANNEL_BITS) for _, _, exchange in self._expected]
+        numbers = [key[2] % (1 << CHANNEL_BITS) for key in self._expected]
         return f"exchange {min(numbers)}" if numbers else "the end"
 
     def place_of(self, slot: int) -> str:
         """Return the place that a site has sent since the sites' calls are not the same; empty if it has sent none."""
-        frames = self._early.get((Kind.PAYLOAD, slot, CALLS), ())
+        frames = self._early.get((Kind.PAYLOAD, slot, CALLS, False), ())
         return escaped(b"".join(piece for _, piece in frames)[:_PLACE_BYTES].decode(errors="replace"))
 
     def _release(self, incoming: Incoming) -> None:
@@ -250,7 +257,7 @@ class Inbox:
 
     def _part(self, incoming: Incoming, offset: int, length: int) -> memoryview | None:
         """Return the place of a piece in a message; None where it has none, and the run goes on."""
-        kind, slot, _ = incoming.key
+        kind, slot = incoming.key[:2]
         fits = offset == incoming.received and offset + length <= len(incoming.buffer)
         if kind is Kind.PAYLOAD and self.last_step() is not None:
             incoming.spoilt |= not fits

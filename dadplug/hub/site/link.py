@@ -429,7 +429,9 @@ class HubLink(HubConnection):
             sender = self.rank if slot is None else slot
             self.post(Head(kind, sender, self.step, exchange, tag=tag, to=to), content, soon)
 
-    def expect(self, slot: int, exchange: int, buffer: memoryview, kind: Kind = Kind.PAYLOAD) -> Incoming:
+    def expect(
+        self, slot: int, exchange: int, buffer: memoryview, kind: Kind = Kind.PAYLOAD, alone: bool = False
+    ) -> Incoming:
         """Expect a message.
 
         Args:
@@ -437,6 +439,7 @@ class HubLink(HubConnection):
             exchange: number of the exchange.
             buffer: room for it, of bytes, which has to stay until it has arrived.
             kind: kind of its frames.
+            alone: whether it is for this site alone; it is not taken from a message for all, nor the other way round.
 
         Returns:
             The message, for `wait`.
@@ -448,9 +451,9 @@ class HubLink(HubConnection):
         with self.lock:
             self.check()
             if kind is Kind.PAYLOAD and self.rounds.lacks(slot):
-                return Incoming((kind, slot, exchange), buffer)
+                return Incoming((kind, slot, exchange, alone), buffer)
             try:
-                return self.inbox.expect((kind, slot, exchange), buffer)
+                return self.inbox.expect((kind, slot, exchange, alone), buffer)
             except MismatchError as error:
                 self.fail(error)
                 raise

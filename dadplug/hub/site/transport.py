@@ -439,7 +439,7 @@ class HubAllToAll(AllToAll):
         if not self._incoming and self._received[transport.rank].numel():
             senders = {*range(len(self.payloads))} - {transport.rank} - transport.rounds.left_out
             rooms = [(rank, bytes_of(self._received[rank])) for rank in sorted(senders)]
-            self._incoming = [transport.link.expect(rank, self.exchange, room) for rank, room in rooms]
+            self._incoming = [transport.link.expect(rank, self.exchange, room, alone=True) for rank, room in rooms]
 
     def launch(self) -> None:
         self.post()
