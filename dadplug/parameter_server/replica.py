@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError
 from ..exchange import Transport, codec
 from ..step.fused import GradientProduct, engine_for, reasons_against, take_step
-from ..step.model_sync.private import is_private, shared_state
+from ..step.model_sync.private import is_of_site, is_private, shared_state
 from ..step.model_sync.sameness import tables_with_max_norm
 from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
 from ..support.refusals import refuse
@@ -126,7 +126,7 @@ class LoggedOptimizer:
     @property
     def _groups(self) -> list[dict[str, Any]]:
         """Groups that have shared parameters."""
-        return [group for group in self.optimizer.param_groups if not all(map(is_private, group["params"]))]
+        return [group for group in self.optimizer.param_groups if not is_of_site(group)]
 
     def settings(self) -> Settings:
         """Return the present settings of the groups."""
@@ -146,6 +146,7 @@ class LoggedOptimizer:
         Raises:
             MismatchError: if the settings are not those of this optimizer's groups.
             RuntimeError: if hooks of the optimizer would miss gradients that are not formed.
+            ValueError: if the step has changed the settings, as those of Prodigy and schedule-free optimizers do.
         """
         if self.fused and self._count_hooks() != self._hooks + (self._guard is not None):
             raise RuntimeError("register hooks of the optimizer before the ParameterServer is made, on all sites")
@@ -157,11 +158,19 @@ class LoggedOptimizer:
             if scale != 1.0:
                 group["lr"] = group["lr"] * scale
         self._applying = True
+        taken = self.settings()
         try:
             take_step([self.optimizer], products)
+            pairs = zip(taken, self.settings(), strict=True)
+            changed = {name for old, new in pairs for name, value in new.items() if value != old.get(name)}
         finally:
             self._applying = False
             self._load(own)
+        if changed:
+            raise ValueError(
+                f"a ParameterServer cannot use {type(self.optimizer).__name__}, whose step changes settings of its "
+                f"parameter groups ({', '.join(sorted(changed))}): those of each step are a site's"
+            )
 
     def _load(self, settings: Settings) -> None:
         for group, values in zip(self._groups, settings, strict=True):

@@ -283,6 +283,26 @@ def test_what_is_not_possible_is_an_error_at_every_site() -> None:
     optimizer.step()
 
 
+class Counting(torch.optim.SGD):
+    """Statistics of its steps among the settings of a group, as in Prodigy and schedule-free optimizers."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        return super().step(closure)
+
+
+@support.at_sites(2)
+def test_an_optimizer_whose_steps_change_its_settings_is_refused() -> None:
+    model = network()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["count"] = 0
+    server = dadplug.ParameterServer(model, optimizer)
+    backward(model)
+    with pytest.raises(ValueError, match=r"cannot use Counting, whose step changes settings of its .* \(count\)"):
+        server.step() or server.finish()
+    server.detach()
+
+
 @support.at_sites(2)
 def test_what_one_site_asks_for_is_an_error_at_every_site() -> None:
     rank = dist.get_rank()

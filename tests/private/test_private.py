@@ -138,13 +138,14 @@ def test_local_steps_agree_on_what_is_shared(options: dict) -> None:
 
 @support.at_sites(2)
 def test_heads_may_have_different_shapes_and_settings() -> None:
-    """Heads for other classes, an optimizer of its own with another rate, and one that is frozen at one site."""
+    """Heads for other classes, an optimizer and a group with another rate, and one that is frozen at one site."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Net(classes=3 + rank).double()
     shared, own = [*model.body.parameters(), *model.chain.parameters()], [*model.head.parameters()]
     reduction = GradientReduction(model, "dad", private="head.*", compare_every=1)
-    optimizers = torch.optim.SGD(shared, lr=0.1), torch.optim.SGD(own, lr=0.1 + rank)
+    own_groups = [{"params": shared}, {"params": own[:1], "lr": 0.1 + rank}]
+    optimizers = torch.optim.SGD(own_groups, lr=0.1), torch.optim.SGD(own[1:], lr=0.1 + rank)
     for step in range(4):
         if step == 2 and rank:
             model.head.requires_grad_(False)
@@ -243,6 +244,22 @@ def test_what_does_not_fit_is_refused(make, options, message):
         GradientReduction(make(), "dsgd", **options)
 
 
+class Lookahead(torch.optim.SGD):
+    """Slow weights beside the state of single parameters, as optimizers of libraries have them."""
+
+    def state_dict(self):
+        slow = [each.detach() for group in self.param_groups for each in group["params"]]
+        return super().state_dict() | {"slow": slow}
+
+
+def test_an_optimizer_with_weights_beside_its_entries_is_refused():
+    model = Net()
+    with pytest.raises(ValueError, match=r"state of 'optimizer' .Lookahead. has slow besides what belongs to single"):
+        GradientReduction(model, "dsgd", private="head.*", state={"optimizer": Lookahead(model.parameters(), lr=0.1)})
+    shared = Lookahead([*model.body.parameters(), *model.chain.parameters()], lr=0.1)
+    GradientReduction(model, "dsgd", private="head.*", state={"optimizer": shared}).detach()
+
+
 def is_private(name: str) -> bool:
     return name.startswith(("head.", "body.1."))
 
@@ -337,7 +354,8 @@ def test_an_optimizer_keeps_its_own_state_of_private_layers():
     for site in range(2):
         model = net(site)
         part = SharedPart(model, ("head.*",))
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer = torch.optim.Adam(groups(model, site), lr=0.1 + site)
+        optimizer.state["all"] = {"mean": model.head.weight.detach().mean()}  # belongs to no parameter
         nn.functional.cross_entropy(model(batch(site, 0)[0]), batch(site, 0)[1]).backward()
         optimizer.step()
         states.append((part, optimizer, private_state(part, [optimizer])))
@@ -345,7 +363,9 @@ def test_an_optimizer_keeps_its_own_state_of_private_layers():
     sent = shared_state(donor)
     names = [name for name, _ in part.whole.named_parameters()]
     assert {names[number] for number in sent["state"]} == {name for name in names if not name.startswith("head.")}
+    assert sent["param_groups"][1] == {"params": sent["param_groups"][1]["params"]}
     load_shared_state(joiner, sent)
+    assert [group["lr"] for group in joiner.param_groups] == [0.1, 0.02]
     after = private_state(part, [joiner])
     assert own["optimizers"][0]
     torch.testing.assert_close(after, own, rtol=0, atol=0)

@@ -187,11 +187,29 @@ def _private_entries(holder: Any, state: dict[str, Any]) -> set[int]:
     return {number for number, parameter in numbered if is_private(parameter)}
 
 
+def further_entries(holder: Any) -> set[str]:
+    """Return the names of what an optimizer of private parameters has in its state besides entries and groups."""
+    state = holder.state_dict() if hasattr(holder, "param_groups") else {}
+    return state.keys() - {"state", "param_groups"} if _private_entries(holder, state) else set()
+
+
+def is_of_site(group: dict[str, Any]) -> bool:
+    """Return whether a parameter group of an optimizer has private parameters alone, and settings of its site."""
+    return bool(group["params"]) and all(map(is_private, group["params"]))
+
+
 def shared_state(holder: Any) -> dict[str, Any]:
-    """Return the state of an object; of an optimizer without that of private parameters."""
+    """Return the state of an object.
+
+    Of an optimizer of private parameters it has the entries of the others alone, and no settings of groups that have
+    only private ones. What belongs to no parameter may be of private ones, too, and is left out.
+    """
     state = {**holder.state_dict()}
     if private := _private_entries(holder, state):
-        state["state"] = {number: each for number, each in state["state"].items() if number not in private}
+        entries = {number: each for number, each in state["state"].items() if number not in private}
+        state["state"] = {number: each for number, each in entries.items() if isinstance(number, int)}
+        groups = zip(holder.param_groups, state["param_groups"], strict=True)
+        state["param_groups"] = [{"params": each["params"]} if is_of_site(own) else each for own, each in groups]
     return state
 
 
@@ -205,7 +223,8 @@ def load_shared_state(holder: Any, state: dict[str, Any]) -> None:
     own = holder.state_dict() if hasattr(holder, "param_groups") else {}
     if private := _private_entries(holder, own):
         kept = {number: each for number, each in own["state"].items() if number in private}
-        state = {**state, "state": {**state["state"], **kept}}
+        groups = [{**each, **other} for each, other in zip(own["param_groups"], state["param_groups"], strict=True)]
+        state = {**state, "state": {**state["state"], **kept}, "param_groups": groups}
     holder.load_state_dict(state)
 
 
@@ -248,8 +267,10 @@ def load_private_state(part: nn.Module, optimizers: Iterable[Any], state: dict[s
         if name in state["tensors"]:
             tensor.copy_(state["tensors"][name])
     for holder, entries in zip(optimizers, state["optimizers"], strict=False):
-        whole = shared_state(holder)
-        holder.load_state_dict({**whole, "state": {**whole["state"], **entries}})
+        whole = holder.state_dict()
+        private = _private_entries(holder, whole)
+        kept = {number: each for number, each in whole["state"].items() if number not in private}
+        holder.load_state_dict({**whole, "state": {**kept, **entries}})
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ...support.logs import get_logger
 from ..methods import check_allowed
 from ..methods.base import warm_up
 from . import buffers, sameness
-from .private import SharedPart, load_shared_state, shared_part, shared_state
+from .private import SharedPart, further_entries, load_shared_state, shared_part, shared_state
 from .structure import ATTACHED, check_elastic, check_model, collection, without_managed
 
 _log = get_logger(__name__)
@@ -225,6 +225,11 @@ class ReplicatedModel:
                 raise ValueError(
                     f"private: the state of {name!r} ({type(each).__name__}) would be sent with what it has of private "
                     "layers: leave it out of state="
+                )
+            if names := further_entries(each):
+                raise ValueError(
+                    f"private: the state of {name!r} ({type(each).__name__}) has {', '.join(sorted(names))} besides "
+                    "what belongs to single parameters, which would be sent: let it have shared parameters alone"
                 )
         return dict(state or {})
 

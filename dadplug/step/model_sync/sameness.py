@@ -26,6 +26,7 @@ from ...exchange.restrictions import STATES, declared
 from ...hooks import CallOverride, eager
 from ...support.logs import get_logger
 from ...support.schedules import version_of
+from .private import is_of_site
 from .structure import is_managed
 
 _ROUNDS = 8  # of renormalisation; two are enough, but with NaN there is always a change
@@ -488,6 +489,7 @@ class OptimizerSettings:
                 if name not in self._skipped and not (isinstance(value, Tensor) and value.is_cuda)
             ]
             for group in optimizer.param_groups
+            if not is_of_site(group)
         ]
         before, settings = self._known.get(optimizer, (None, {}))
         if groups != before:  # their description takes longer than a comparison
