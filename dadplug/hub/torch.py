@@ -37,8 +37,8 @@ from .pki.project import Policy
 from .server.store import REPLIES, Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
-from .site.transport import CollectiveTransport, HubTransport, add_up
-from .wire.messages import PIECE_BYTES, Head, Kind
+from .site.transport import CollectiveTransport, HubTransport
+from .wire.messages import PIECE_BYTES, Head, Kind, add_up
 
 _FUTURES = "futures"  # name of a worker thread
 

@@ -16,8 +16,8 @@ from dadplug.hub.wire.messages import CODES, Drop, Head, Kind
 SLOTS = (0, 1, 2)
 
 
-def content(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).numpy())
+def content(tensor: torch.Tensor) -> bytearray:
+    return bytearray(tensor.contiguous().view(torch.uint8).numpy())
 
 
 def tensor(content: bytes, dtype: torch.dtype) -> torch.Tensor:
@@ -31,7 +31,7 @@ def summands(dtype: torch.dtype, count: int = 3, size: int = 1000) -> list[torch
     return [torch.randint(0, 100, (size,), generator=generator).to(dtype) for _ in range(count)]
 
 
-def piece(slot: int, body: bytes, exchange: int = 5, offset: int = 0, tag: int = 0) -> tuple[Head, bytes]:
+def piece(slot: int, body: bytes | bytearray, exchange: int = 5, offset: int = 0, tag: int = 0) -> tuple[Head, bytes | bytearray]:
     return Head(Kind.SUMMAND, slot, 3, exchange, offset, len(body), tag), body
 
 
@@ -58,7 +58,7 @@ def test_elements_of_16_bits_are_rounded_once_and_keep_special_values(dtype):
 
 
 def test_integers_wrap_around():
-    assert add([b"\xff", b"\x02"], torch.uint8) == b"\x01"
+    assert add([bytearray(b"\xff"), bytearray(b"\x02")], torch.uint8) == b"\x01"
 
 
 def test_the_order_of_arrival_does_not_matter():
@@ -86,8 +86,8 @@ def pieces(part: int) -> list[torch.Tensor]:
 def test_pieces_of_the_same_place_are_added_first_to_first():
     sums = Sums(2)
     for value in (1, 2, 3):
-        assert sums.add(*piece(0, bytes([value]), tag=6), (0, 1)) is None
-    found = [sums.add(*piece(1, bytes([value]), tag=6), (0, 1)) for value in (10, 20, 30)]
+        assert sums.add(*piece(0, bytearray([value]), tag=6), (0, 1)) is None
+    found = [sums.add(*piece(1, bytearray([value]), tag=6), (0, 1)) for value in (10, 20, 30)]
     assert [frame[-1] for frame in found] == [11, 22, 33]
 
 

@@ -39,7 +39,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -68,6 +67,7 @@ from ..wire.messages import (
     RunReport,
     Skip,
     Start,
+    add_up,
     pack_control,
 )
 from ..wire.streams import PackedFrame, return_seconds
@@ -223,31 +223,16 @@ class Sums:
         return self.full and self.nbytes[slot] > min(self.nbytes)
 
 
-def add(summands: Sequence[bytes | memoryview], dtype: torch.dtype) -> bytes:
+def add(summands: Sequence[bytearray | memoryview], dtype: torch.dtype) -> bytes:
     """Return a sum.
 
     Args:
         summands: arrays of equal sizes, at least one.
         dtype: type of their elements.
     """
-    if dtype in (torch.bfloat16, torch.float16):
-        total = _widen(summands[0], dtype)
-        for each in summands[1:]:
-            total += _widen(each, dtype)
-        return torch.from_numpy(total).to(dtype).view(torch.int16).numpy().tobytes()
-    kind = np.dtype(str(dtype).removeprefix("torch."))
-    with np.errstate(all="ignore"):  # infinities are the sites' business
-        result = np.frombuffer(summands[0], kind).copy()
-        for each in summands[1:]:
-            result += np.frombuffer(each, kind)
-    return result.tobytes()
-
-
-def _widen(content: bytes | memoryview, dtype: torch.dtype) -> np.ndarray:
-    """Return elements of 16 bits as a new array of 32 bits."""
-    if dtype == torch.float16:
-        return np.frombuffer(content, np.float16).astype(np.float32)
-    return (np.frombuffer(content, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    first, *others = summands  # the first one is copied, since the others are added to it
+    total = add_up([torch.frombuffer(each, dtype=dtype) for each in (bytearray(first), *others)])
+    return total.to(dtype).view(torch.uint8).numpy().tobytes()
 
 
 _LIMIT = 1 << 30  # bytes

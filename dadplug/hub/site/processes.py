@@ -35,8 +35,9 @@ from ...exchange.status import Member, PeerNames, ProcessSites, Silence, own_mem
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, Nodes, PendingSum, Streams
 from .. import LOOPBACK, STARTED_PROCESSES
+from ..wire.messages import add_up
 from .link import HubLink
-from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up
+from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather
 
 _POLL_SECONDS = 0.05  # between two looks for a message of the leader
 ALIVE_SECONDS = 2.0  # between two questions whether the others are alive

@@ -23,7 +23,7 @@ from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import AllToAll, Gather, PendingSum, Streams, StreamToHub, Transport
 from ...exchange.wire import lasting
-from ..wire.messages import CODES, Contribution, Kind, Message, Outsized, Spent
+from ..wire.messages import CODES, Contribution, Kind, Message, Outsized, Spent, add_up
 from .calls import mismatch
 from .inbox import CHANNEL_BITS, Incoming
 from .link import HubLink
@@ -457,16 +457,3 @@ class HubAllToAll(AllToAll):
                 self._transport.link.wait(self._incoming, self._transport.timeout)
             self._incoming = []
         return self._received
-
-
-def add_up(addends: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors in their order; that of narrow types in single precision, to be rounded once.
-
-    Args:
-        addends: the tensors; the first one may be changed.
-    """
-    first, *others = addends
-    total = first.to(torch.promote_types(first.dtype, torch.float32)) if first.is_floating_point() else first
-    for each in others:
-        total += each
-    return total

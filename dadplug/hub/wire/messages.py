@@ -38,13 +38,14 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from ...errors import FrameError
 from ...exchange import codec
@@ -176,6 +177,20 @@ CODES = {
     torch.int16: 8,
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+def add_up(addends: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors in their order; that of narrow types in single precision, to be rounded once.
+
+    Args:
+        addends: the tensors; the first one may be changed.
+    """
+    first, *others = addends
+    total = first.to(torch.promote_types(first.dtype, torch.float32)) if first.is_floating_point() else first
+    for each in others:
+        total += each
+    return total
+
 
 VERSION = 11
 OLDEST_VERSION = 11
