@@ -31,7 +31,9 @@ def summands(dtype: torch.dtype, count: int = 3, size: int = 1000) -> list[torch
     return [torch.randint(0, 100, (size,), generator=generator).to(dtype) for _ in range(count)]
 
 
-def piece(slot: int, body: bytes | bytearray, exchange: int = 5, offset: int = 0, tag: int = 0) -> tuple[Head, bytes | bytearray]:
+def piece(
+    slot: int, body: bytes | bytearray, exchange: int = 5, offset: int = 0, tag: int = 0
+) -> tuple[Head, bytes | bytearray]:
     return Head(Kind.SUMMAND, slot, 3, exchange, offset, len(body), tag), body
 
 
