@@ -15,6 +15,7 @@ the round it learns that it is absent, and goes through the rest of the step as 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -28,7 +29,7 @@ from ...exchange.rounds import Requirements, Rounds
 from ...exchange.traffic import Traffic
 from ..wire.messages import RoundKind
 from .link import HubLink
-from .transport import COLLECTIVES, HubAllToAll, HubGather, HubRounds, HubTransport
+from .transport import COLLECTIVES, HubAllToAll, HubExchange, HubGather, HubRounds, HubTransport
 
 
 class ElasticRounds(HubRounds):
@@ -48,7 +49,7 @@ class ElasticRounds(HubRounds):
 
     def __init__(self, link: HubLink, traffic: Traffic, timeout: float, requirements: Requirements) -> None:
         super().__init__(link)
-        self.launched: list[ElasticGather | ElasticAllToAll] = []
+        self.launched: list[ElasticExchange] = []
         self._traffic = traffic
         self._timeout = timeout
         self._requirements = requirements
@@ -210,18 +211,13 @@ class ElasticTransport(HubTransport):
         return True  # a sum that the hub has formed holds the share of a site that has left since
 
 
-class ElasticGather(HubGather):
-    """Gather of payloads, in which those of absent sites are zeros."""
+class ElasticExchange(HubExchange):
+    """Exchange in which sites may be absent."""
 
     _transport: ElasticTransport
-
-    def __init__(self, transport: ElasticTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        super().__init__(transport, exchange, sizes, dtype)
-        self.missing = set()
-        self._round = 0
+    _round = 0
 
     def launch(self) -> None:
-        self.missing = set()
         self._round = self._transport.link.step
         self._transport.rounds.launched.append(self)
         if self._transport.rounds.silent:
@@ -229,6 +225,27 @@ class ElasticGather(HubGather):
             self.post()
         else:
             super().launch()
+
+    def _lost(self) -> set[int]:
+        """Wait for the payloads that can arrive; return the ranks of the sites of which none has."""
+        if not self._incoming:
+            return set()
+        with self._transport.traffic.waiting():
+            lost = self._transport.link.rounds.wait_for(self._incoming, self._round, self._transport.timeout)
+        self._incoming = []
+        return lost
+
+    @abstractmethod
+    def finish(self, *, ended: bool = False) -> None:
+        """Take what has arrived once the round is closed; `ended` is whether this site has ended it."""
+
+
+class ElasticGather(ElasticExchange, HubGather):
+    """Gather of payloads, in which those of absent sites are zeros."""
+
+    def launch(self) -> None:
+        self.missing = set()
+        super().launch()
 
     def wait(self) -> list[Tensor]:
         transport = self._transport
@@ -240,12 +257,7 @@ class ElasticGather(HubGather):
         return self.payloads
 
     def collect(self) -> list[Tensor]:
-        transport = self._transport
-        if self._incoming:
-            with transport.traffic.waiting():
-                lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
-            self._incoming = []
-            self._blank(lost)
+        self._blank(self._lost())
         return self.payloads
 
     def finish(self, *, ended: bool = False) -> None:
@@ -282,38 +294,26 @@ class ElasticGather(HubGather):
         self.missing |= ranks
 
 
-class ElasticAllToAll(HubAllToAll):
+class ElasticAllToAll(ElasticExchange, HubAllToAll):
     """Exchange of different payloads, of which those of absent sites are missing.
 
     To be waited for once the round in which it was launched is closed. Only the receiver finds out that a site which is
     present has not sent its payload, and has to let the others know.
     """
 
-    _transport: ElasticTransport
-    _round = 0
-    _lost: Set[int] = frozenset()
+    _silent: Set[int] = frozenset()  # sites that have sent nothing in this round
 
     def launch(self) -> None:
-        self._round, self._lost = self._transport.link.step, set()
-        self._transport.rounds.launched.append(self)
-        if self._transport.rounds.silent:
-            self._transport.link.rounds.mark()  # as at the sites that send
-            self.post()
-        else:
-            super().launch()
+        self._silent = set()
+        super().launch()
 
     def wait(self) -> list[Tensor]:
         self.finish()
-        self.missing = self._lost | self._transport.rounds.absent
+        self.missing = self._silent | self._transport.rounds.absent
         return self._received
 
     def finish(self, *, ended: bool = False) -> None:
-        """Wait for the payloads, which have come once the round is closed."""
-        transport = self._transport
-        if self._incoming:
-            with transport.traffic.waiting():
-                self._lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
-            self._incoming = []
+        self._silent |= self._lost()
 
 
 class TrainerRounds(ElasticRounds):

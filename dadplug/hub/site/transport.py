@@ -21,7 +21,7 @@ from ...exchange.restrictions import check_declared
 from ...exchange.rounds import Rounds
 from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
-from ...exchange.transport import AllToAll, Gather, PendingSum, Streams, StreamToHub, Transport
+from ...exchange.transport import AllToAll, Exchange, Gather, PendingSum, Streams, StreamToHub, Transport
 from ...exchange.wire import lasting
 from ..wire.messages import CODES, Contribution, Kind, Message, Outsized, Spent, add_up
 from .calls import mismatch
@@ -367,7 +367,52 @@ class HubTransport(CollectiveTransport, Streams):
         return self.link.sealing.required or peers == 1 or peers * nbytes <= _PACKET_BYTES
 
 
-class HubGather(SitesGather):
+class HubExchange(Exchange):
+    """Exchange of payloads that the hub passes on.
+
+    Args:
+        transport: the transport.
+        exchange: number of the exchange.
+        received: this site's payload and room for those of the others, by rank.
+
+    Attributes:
+        exchange: number of the exchange.
+    """
+
+    _alone = False  # whether each payload is for one site alone
+
+    def __init__(self, transport: HubTransport, exchange: int, received: list[Tensor]) -> None:
+        self.exchange = exchange
+        self._transport = transport
+        self._received = received
+        self._rooms = [
+            (rank, bytes_of(room)) for rank, room in enumerate(received) if rank != transport.rank and room.numel()
+        ]
+        self._incoming: list[Incoming] = []
+
+    @abstractmethod
+    def _send(self) -> None:
+        """Send this site's payloads."""
+
+    def post(self) -> None:
+        if not self._incoming and self._rooms:
+            link, left_out = self._transport.link, self._transport.rounds.left_out
+            present = [each for each in self._rooms if each[0] not in left_out]
+            self._incoming = [link.expect(rank, self.exchange, room, alone=self._alone) for rank, room in present]
+
+    def launch(self) -> None:
+        self.post()
+        self._send()
+
+    def wait(self) -> list[Tensor]:
+        if self._incoming:
+            with self._transport.traffic.waiting():
+                self._transport.link.wait(self._incoming, self._transport.timeout)
+            self._incoming = []
+        return self._received
+
+
+class HubGather(HubExchange, SitesGather):
     """Gather of payloads that the hub passes on.
 
     Args:
@@ -377,43 +422,21 @@ class HubGather(SitesGather):
         dtype: type of the elements.
 
     Attributes:
-        exchange: number of the exchange.
         payloads: this site's payload and room for the others, by rank.
     """
 
     def __init__(self, transport: HubTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        self.exchange = exchange
-        self._transport = transport
         self.payloads = [lasting(size, dtype) for size in sizes]
         self.payload = self.payloads[transport.rank]
         self._own = bytes_of(self.payload)
-        self._others = [
-            (rank, bytes_of(payload))
-            for rank, payload in enumerate(self.payloads)
-            if rank != transport.rank and payload.numel()
-        ]
-        self._incoming: list[Incoming] = []
+        super().__init__(transport, exchange, self.payloads)
 
-    def post(self) -> None:
-        if not self._incoming and self._others:
-            link, left_out = self._transport.link, self._transport.rounds.left_out
-            present = [each for each in self._others if each[0] not in left_out]
-            self._incoming = [link.expect(rank, self.exchange, buffer) for rank, buffer in present]
-
-    def launch(self) -> None:
-        self.post()
+    def _send(self) -> None:
         self._transport.traffic.add(len(self._own))
         self._transport.link.send(self.exchange, self._own, soon=self._transport.more_follows)
 
-    def wait(self) -> list[Tensor]:
-        if self._incoming:
-            with self._transport.traffic.waiting():
-                self._transport.link.wait(self._incoming, self._transport.timeout)
-            self._incoming = []
-        return self.payloads
 
-
-class HubAllToAll(AllToAll):
+class HubAllToAll(HubExchange, AllToAll):
     """Exchange of different payloads, each of which the hub passes on to one site.
 
     Args:
@@ -421,28 +444,17 @@ class HubAllToAll(AllToAll):
         exchange: number of the exchange.
         sizes: number of elements that each site sends to the site of this rank, by rank of the receiver.
         dtype: type of the elements.
-
-    Attributes:
-        exchange: number of the exchange.
     """
 
+    _alone = True
+
     def __init__(self, transport: HubTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        self.exchange = exchange
-        self._transport = transport
         self.payloads = [lasting(size, dtype) for size in sizes]
         own = self.payloads[transport.rank]
-        self._received = [own if rank == transport.rank else torch.zeros_like(own) for rank in range(len(sizes))]
-        self._incoming: list[Incoming] = []
+        received = [own if rank == transport.rank else torch.zeros_like(own) for rank in range(len(sizes))]
+        super().__init__(transport, exchange, received)
 
-    def post(self) -> None:
-        transport = self._transport
-        if not self._incoming and self._received[transport.rank].numel():
-            senders = {*range(len(self.payloads))} - {transport.rank} - transport.rounds.left_out
-            rooms = [(rank, bytes_of(self._received[rank])) for rank in sorted(senders)]
-            self._incoming = [transport.link.expect(rank, self.exchange, room, alone=True) for rank, room in rooms]
-
-    def launch(self) -> None:
-        self.post()
+    def _send(self) -> None:
         transport = self._transport
         own = [(rank, bytes_of(payload)) for rank, payload in enumerate(self.payloads) if rank != transport.rank]
         last = max((rank for rank, content in own if len(content)), default=-1)
@@ -450,10 +462,3 @@ class HubAllToAll(AllToAll):
             transport.traffic.add(len(content))
             soon = transport.more_follows or rank != last
             transport.link.send(self.exchange, content, soon=soon, to=rank + 1)
-
-    def wait(self) -> list[Tensor]:
-        if self._incoming:
-            with self._transport.traffic.waiting():
-                self._transport.link.wait(self._incoming, self._transport.timeout)
-            self._incoming = []
-        return self._received
