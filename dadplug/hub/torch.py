@@ -34,7 +34,7 @@ from ..exchange.traffic import Traffic
 from ..support.structs import decode
 from .pki.kits import Kit
 from .pki.project import Policy
-from .server.store import REPLIES, Reply, Request
+from .server.store import REPLIES, Operation, Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
 from .site.transport import CollectiveTransport, HubTransport
@@ -568,7 +568,7 @@ class StoreConnection(HubConnection):
 
     def ask(
         self,
-        operation: str,
+        operation: Operation,
         timeout: float,
         keys: Sequence[str] = (),
         values: Sequence[bytes] = (),
@@ -630,7 +630,7 @@ class HubStore(dist.Store):
         self._lock = threading.Lock()
         self._connection: StoreConnection | None = None
 
-    def _ask(self, operation: str, keys: Sequence[str] = (), *values: Any, **settings: Any) -> Reply:
+    def _ask(self, operation: Operation, keys: Sequence[str] = (), *values: Any, **settings: Any) -> Reply:
         encoded = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
         settings.setdefault("timeout", self.timeout.total_seconds())
         with self._lock:

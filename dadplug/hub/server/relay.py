@@ -56,7 +56,17 @@ from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
 from .membership import Phase
 from .run import Outage, Recovery, Run
-from .session import FULL_BYTES, HubStreams, Received, Session, check_hello, check_release, check_start, refuse_second
+from .session import (
+    FULL_BYTES,
+    HubStreams,
+    Received,
+    Session,
+    check_hello,
+    check_release,
+    check_start,
+    pass_payload,
+    refuse_second,
+)
 from .store import Store
 
 GRACE = 5.0  # seconds
@@ -496,12 +506,9 @@ class Relay:
         elif run.membership.phase(session.slot) is Phase.JOINING:
             raise FrameError(f"a {head.kind.name} frame before it has received its state")
         elif head.kind is Kind.PAYLOAD:
-            others = head.elsewhere if head.to else packed
+            others = pass_payload(session, head, packed, self._training())
             if run.elastic:
                 run.round.append(session.slot, others)
-            for other in self._training():
-                if other is not session:
-                    other.send(packed if head.to == other.slot + 1 else others)
         elif head.kind is Kind.SUMMAND:
             total = run.sums.add(head, body, run.membership.participants)
             if total is not None:

@@ -73,7 +73,7 @@ from ..wire.messages import (
 from ..wire.streams import PackedFrame, return_seconds
 from .journal import Journal
 from .membership import Membership, Phase
-from .session import Session
+from .session import Session, pass_payload
 
 LIMIT = 512 << 20  # bytes that a late site may leave to be received
 
@@ -564,10 +564,7 @@ class Recovery:
         if head.kind is Kind.END:
             self._sending.discard(session)
         elif head.kind is Kind.PAYLOAD:
-            others = head.elsewhere if head.to else frame
-            for other in self._behind:
-                if other is not session:
-                    other.send(frame if head.to == other.slot + 1 else others)
+            pass_payload(session, head, frame, self._behind)
 
     # Progress
 

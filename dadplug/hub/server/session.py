@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import selectors
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
@@ -296,6 +296,25 @@ class Session(NumberedStream):
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot}, this site has slot {self.slot}")
         if head.to and (head.to > self.world_size or head.to == self.slot + 1):
             raise FrameError(f"a {head.kind.name} frame for slot {head.to - 1} of {self.world_size} alone")
+
+
+def pass_payload(sender: Session, head: Head, packed: PackedFrame, receivers: Iterable[Session]) -> PackedFrame:
+    """Send a payload to sites; if it is for one site alone, the others get a frame in its place.
+
+    Args:
+        sender: the site that has sent it, which gets nothing.
+        head: head of its frame.
+        packed: the frame.
+        receivers: sites that take part.
+
+    Returns:
+        The frame for sites that the payload is not for alone.
+    """
+    others = head.elsewhere if head.to else packed
+    for other in receivers:
+        if other is not sender:
+            other.send(packed if head.to == other.slot + 1 else others)
+    return others
 
 
 def check_hello(hello: Hello) -> None:

@@ -6,19 +6,22 @@ up cancels it. Everything that a site can fill is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 from msgspec.msgpack import Decoder, encode
 
 from ...errors import FrameError, StoreError
-from ...support.structs import Count, Text, decode
+from ...support.structs import Count, decode
 from ..wire.messages import PIECE_BYTES, Message
 
 MAX_BYTES = 1 << 26  # of all keys and values
 MAX_WAITING, MAX_WAITING_KEYS = 256, 1 << 14  # requests of one site, and their keys: all are looked up at each request
 _ENTRY_BYTES = 100  # of a key and its value, besides their characters
+
+Operation = Literal[
+    "hello", "cancel", "set", "get", "wait", "add", "append", "compare_set", "delete", "check", "num_keys"
+]
 
 
 class Request(Message, frozen=True):
@@ -26,14 +29,14 @@ class Request(Message, frozen=True):
 
     Attributes:
         number: number that its reply has, too.
-        operation: name of one of the operations of `Store`.
+        operation: what the store is to do.
         keys: the keys.
         values: values for the keys, or for one of them.
         amount: number to add, or that of the request to cancel.
     """
 
     number: Count
-    operation: Text
+    operation: Operation
     keys: Annotated[tuple[str, ...], Meta(max_length=1 << 16)] = ()
     values: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)] = ()
     amount: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
@@ -67,17 +70,6 @@ class Store:
         self._values: dict[str, bytes] = {}
         self._nbytes = 0
         self._waiting: dict[tuple[int, int], Request] = {}  # by slot and number
-        self._operations: dict[str, Callable[[Request], Reply]] = {
-            "set": self._set,
-            "get": self._get,
-            "wait": lambda request: Reply(request.number),
-            "add": self._add,
-            "append": self._append,
-            "compare_set": self._compare_set,
-            "delete": self._delete,
-            "check": lambda request: Reply(request.number, amount=int(self._has(request))),
-            "num_keys": lambda request: Reply(request.number, amount=len(self._values)),
-        }
 
     def handle(self, slot: int, body: bytes) -> list[tuple[int, bytes]]:
         """Take a request.
@@ -106,15 +98,13 @@ class Store:
                     return [(slot, encode(Reply(request.number, error="too many requests are waiting")))]
                 self._waiting[slot, request.number] = request
                 return []
-            case unknown if unknown not in self._operations:
-                raise FrameError(f"unknown operation of the store: {unknown[:20]!r}")
         answers = [(slot, self._answer(request))]
         ready = [key for key, each in self._waiting.items() if self._has(each)]
         return answers + [(key[0], self._answer(self._waiting.pop(key))) for key in ready]
 
     def _answer(self, request: Request) -> bytes:
         try:
-            reply = encode(self._operations[request.operation](request))
+            reply = encode(self._carry_out(request))
             if len(reply) > PIECE_BYTES:
                 raise StoreError(f"the values of {len(request.keys)} keys are too large for one reply")
         except (StoreError, OverflowError) as error:  # a sum of more than 64 bits
@@ -142,37 +132,37 @@ class Store:
         self._values[key] = value
         self._nbytes = nbytes
 
-    def _set(self, request: Request) -> Reply:
-        for key, value in zip(request.keys, request.values, strict=False):
-            self._put(key, value)
-        return Reply(request.number)
-
-    def _get(self, request: Request) -> Reply:
-        return Reply(request.number, tuple(self._values[key] for key in request.keys))
-
-    def _add(self, request: Request) -> Reply:
-        try:
-            total = int(self._values.get(request.keys[0], b"0")) + request.amount
-        except ValueError as error:
-            raise StoreError(f"the value of {request.keys[0]!r} is no number") from error
-        self._put(request.keys[0], str(total).encode())
-        return Reply(request.number, amount=total)
-
-    def _append(self, request: Request) -> Reply:
-        self._put(request.keys[0], self._values.get(request.keys[0], b"") + request.values[0])
-        return Reply(request.number)
-
-    def _compare_set(self, request: Request) -> Reply:
-        key, (expected, desired) = request.keys[0], request.values
-        if self._values.get(key, b"") == expected:
-            self._put(key, desired)
-        return Reply(request.number, (self._values.get(key, expected),))
-
-    def _delete(self, request: Request) -> Reply:
-        value = self._values.pop(request.keys[0], None)
-        if value is not None:
-            self._nbytes -= len(request.keys[0]) + len(value) + _ENTRY_BYTES
-        return Reply(request.number, amount=int(value is not None))
+    def _carry_out(self, request: Request) -> Reply:
+        key = request.keys[0] if request.keys else ""
+        values: tuple[bytes, ...] = ()
+        amount = 0
+        match request.operation:
+            case "set":
+                for each, value in zip(request.keys, request.values, strict=True):
+                    self._put(each, value)
+            case "get":
+                values = tuple(self._values[each] for each in request.keys)
+            case "add":
+                try:
+                    amount = int(self._values.get(key, b"0")) + request.amount
+                except ValueError as error:
+                    raise StoreError(f"the value of {key!r} is no number") from error
+                self._put(key, str(amount).encode())
+            case "append":
+                self._put(key, self._values.get(key, b"") + request.values[0])
+            case "compare_set":
+                expected, desired = request.values
+                if self._values.get(key, b"") == expected:
+                    self._put(key, desired)
+                values = (self._values.get(key, expected),)
+            case "delete" if key in self._values:
+                self._nbytes -= len(key) + len(self._values.pop(key)) + _ENTRY_BYTES
+                amount = 1
+            case "check":
+                amount = int(self._has(request))
+            case "num_keys":
+                amount = len(self._values)
+        return Reply(request.number, values, amount)
 
 
 _VALUES = {"set": None, "append": 1, "compare_set": 2}  # number of values; None for as many as keys

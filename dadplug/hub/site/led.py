@@ -299,16 +299,18 @@ class LedTransport(CollectiveTransport, NoStreams):
 
 
 class _Led(Exchange):
-    """Exchange of which the leader makes each call.
+    """Exchange of which the leader makes each call, and passes on what it receives.
 
     Args:
         transport: the transport.
         opened: the exchange over the hub, at the leader.
+        rooms: room for what arrives by sender, at the other processes.
     """
 
-    def __init__(self, transport: LedTransport, opened: Exchange | None) -> None:
+    def __init__(self, transport: LedTransport, opened: Any, rooms: Sequence[Tensor]) -> None:
         self.opened = opened
         self._transport = transport
+        self._rooms = [*rooms]
 
     def post(self) -> None:
         if (opened := self.opened) is not None:
@@ -320,9 +322,19 @@ class _Led(Exchange):
             hub.more_follows = self._transport.more_follows
             self._transport.rounds.begin(lambda _: opened.launch())
 
+    def wait(self) -> list[Tensor]:
+        opened = self.opened
+        payloads, missing = self._transport.rounds.led(lambda _: (opened.wait(), sorted(opened.missing)))
+        self.missing: Set[int] = frozenset(missing)
+        if opened is not None:
+            return list(payloads)
+        for room, payload in zip(self._rooms, payloads, strict=True):
+            room.copy_(payload)
+        return self._rooms
+
 
 class _LedGather(_Led, SitesGather):
-    """Gather of the sites' payloads, which the leader passes on.
+    """Gather of the sites' payloads.
 
     Args:
         transport: the transport.
@@ -331,22 +343,16 @@ class _LedGather(_Led, SitesGather):
         dtype: type of the elements.
     """
 
-    opened: Gather | None
-
     def __init__(
         self, transport: LedTransport, opened: Gather | None, sizes: Sequence[int], dtype: torch.dtype
     ) -> None:
-        super().__init__(transport, opened)
-        self._payloads = [] if opened is not None else [torch.zeros(size, dtype=dtype) for size in sizes]
-        self.payload = self._payloads[transport.rank] if opened is None else opened.payload
-
-    def wait(self) -> list[Tensor]:
-        payloads, self.missing = _received(self._transport, self.opened, self._payloads)
-        return payloads
+        rooms = [] if opened is not None else [torch.zeros(size, dtype=dtype) for size in sizes]
+        super().__init__(transport, opened, rooms)
+        self.payload = rooms[transport.rank] if opened is None else opened.payload
 
 
 class _LedAllToAll(_Led, AllToAll):
-    """Exchange of different payloads for different sites; what comes to this site, the leader passes on.
+    """Exchange of different payloads for different sites.
 
     Args:
         transport: the transport.
@@ -355,33 +361,12 @@ class _LedAllToAll(_Led, AllToAll):
         dtype: type of the elements.
     """
 
-    opened: AllToAll | None
-
     def __init__(
         self, transport: LedTransport, opened: AllToAll | None, sizes: Sequence[int], dtype: torch.dtype
     ) -> None:
-        super().__init__(transport, opened)
         self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes] if opened is None else opened.payloads
         own = self.payloads[transport.rank]
-        self._received = [] if opened is not None else [torch.zeros_like(own) for _ in sizes]
-
-    def wait(self) -> list[Tensor]:
-        received, self.missing = _received(self._transport, self.opened, self._received)
-        return received
-
-
-def _received(transport: LedTransport, opened: Any, rooms: Sequence[Tensor]) -> tuple[list[Tensor], Set[int]]:
-    """Return what has arrived by sender, and the ranks of the sites of which nothing has.
-
-    Args:
-        transport: the transport.
-        opened: the exchange over the hub, at the leader.
-        rooms: room for what arrives, at the other processes.
-    """
-    payloads, missing = transport.rounds.led(lambda _: (opened.wait(), sorted(opened.missing)))
-    for room, payload in zip(rooms, payloads, strict=opened is None):
-        room.copy_(payload)
-    return (payloads if opened is not None else [*rooms]), frozenset(missing)
+        super().__init__(transport, opened, [torch.zeros_like(own) for _ in sizes] if opened is None else [])
 
 
 def _error(kind: str, text: str) -> DadplugError:
