@@ -48,6 +48,7 @@ from kits import end, hub_command, make_kits
 from link import Loopback
 
 from dadplug.errors import RefusedError
+from dadplug.exchange.rounds import Requirements, Spent
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
 from dadplug.hub.wire.messages import (
@@ -58,8 +59,6 @@ from dadplug.hub.wire.messages import (
     Hello,
     Join,
     Kind,
-    Require,
-    Spent,
     own_release,
     pack_control,
     read_control,
@@ -187,7 +186,7 @@ class Attack:
     def frames(self) -> None:
         """Join, and send payloads of the open step, while what arrives is read."""
         connection = self._dial()
-        connection.sendall(pack_control(Require(1, 10_000), _SLOT))
+        connection.sendall(pack_control(Requirements(1, 10_000), _SLOT))
         step, joined = 0, threading.Event()
 
         def read() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from .errors import DroppedError, SiteError
 from .exchange import Transport
 from .exchange.calls import own_place
+from .exchange.rounds import Spent
 from .hooks.factor import Write
 from .options import Options
 from .step.fused import Deferral, FusedSteps
@@ -307,7 +308,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             raise ValueError("epsilon() needs privacy=DifferentialPrivacy(...)")
         epsilon = self._private.ledger.epsilon(delta, insiders)
         if not insiders:
-            self._transport.rounds.show_epsilon(epsilon, delta)
+            self._transport.rounds.show(Spent(epsilon, delta))
         return epsilon
 
     @property

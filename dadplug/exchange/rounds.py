@@ -1,13 +1,15 @@
-"""Rounds of training steps, at whose ends sites agree on who takes part, and what a run requires of its sites."""
+"""Rounds of training steps, at whose ends sites agree on who takes part; what a run requires, and what sites show."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from ..support.structs import Count, Milliseconds
+from ..support.logs import span
+from ..support.structs import Count, Milliseconds, Slot
 
 
 class Requirements(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -43,6 +45,60 @@ class Requirements(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
         if min_sites is None:
             return None
         return cls(min_sites, round(1e3 * site_timeout), late == "skip", round(100 * patience))
+
+
+class Shown(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Statement of a site for the status of a hub, which gets it as a control message."""
+
+
+class Spent(Shown, frozen=True):
+    """Cost of a site's training so far for its records.
+
+    Attributes:
+        epsilon: the epsilon of differential privacy; infinity for steps without noise.
+        delta: the delta.
+    """
+
+    epsilon: Annotated[float, Meta(ge=0)]
+    delta: Annotated[float, Meta(ge=0)]
+
+
+class Contribution(Shown, frozen=True):
+    """Part of a site in the training so far, as its process states it.
+
+    Attributes:
+        samples: number of samples; 0 where they are not counted.
+        steps: number of steps.
+        waited_ms: milliseconds in which it has waited for others in them.
+        loss: loss of its own validation; None without one.
+    """
+
+    samples: Count
+    steps: Count
+    waited_ms: Milliseconds
+    loss: float | None = None
+
+    def __str__(self) -> str:
+        samples = f"{self.samples:,} samples in " if self.samples else ""
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        return f"{samples}{self.steps:,} steps, {span(self.waited_ms / 1e3)} of waiting{loss}"
+
+
+class Outsized(Shown, frozen=True):
+    """Finding of a site: the gradient of another one is out of all proportion.
+
+    Attributes:
+        slot: the other site.
+        training_step: number of the training step.
+        times: norm of the gradient over the median of the sites' norms.
+    """
+
+    slot: Slot
+    training_step: Count
+    times: Annotated[float, Meta(gt=0)]
+
+    def __str__(self) -> str:
+        return f"in step {self.training_step} the norm of its gradient is {self.times:.3g} times the median"
 
 
 class Rounds:
@@ -139,32 +195,8 @@ class Rounds:
     def end_step(self) -> None:
         """End a training step, whose exchanges are over at this site."""
 
-    def show_epsilon(self, epsilon: float, delta: float) -> None:
-        """Show in the status of a hub what training has cost the records of this site.
-
-        Args:
-            epsilon: the epsilon of differential privacy.
-            delta: the delta.
-        """
-
-    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:
-        """Show in the status of a hub what this site has contributed.
-
-        Args:
-            samples: number of samples; 0 where they are not counted.
-            steps: number of steps.
-            waited: seconds in which it has waited for others in them.
-            loss: loss of its own validation; None without one.
-        """
-
-    def show_outsized(self, rank: int, step: int, times: float) -> None:
-        """Show in the status of a hub that a site's gradient is out of all proportion.
-
-        Args:
-            rank: the site.
-            step: number of the step.
-            times: its norm over the median of the sites' norms.
-        """
+    def show(self, shown: Shown) -> None:
+        """Show something in the status of a hub, if there is one."""
 
     def wait_for_hub(self, seconds: float) -> None:
         """Wait for a hub that is away, from now on.

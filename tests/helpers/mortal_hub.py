@@ -16,6 +16,7 @@ from dadplug.hub.server.hub import Hub
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.membership import Phase
 from dadplug.hub.server.relay import Relay
+from dadplug.hub.server.session import Sessions
 from dadplug.hub.wire.messages import Close, pack_control
 from dadplug.parameter_server.service import SequencerHost
 
@@ -23,7 +24,7 @@ from dadplug.parameter_server.service import SequencerHost
 def die_at(point: str, count: int) -> None:
     """Let this process kill itself."""
     left, begun = [count], [False]
-    take, take_any, announce = Relay._take_training, Relay.take, Relay._announce
+    take, take_any, announce = Relay._take_training, Relay.take, Sessions.announce
 
     def step() -> bool:
         left[0] -= 1
@@ -47,21 +48,21 @@ def die_at(point: str, count: int) -> None:
         if begun[0] and step():
             die(relay)
 
-    def announcing(relay: Relay, message: Any, soon: bool = False) -> None:
+    def announcing(sessions: Sessions, message: Any, soon: bool = False) -> None:
         if isinstance(message, Close) and step():
-            first = relay._training()[count % len(relay._training())]
+            first = sessions.training[count % len(sessions.training)]
             first.send(pack_control(message, 0))
             while first.waiting:
                 first.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        announce(relay, message, soon)
+        announce(sessions, message, soon)
 
     if point == "frame":
         Relay._take_training = taking  # type: ignore[method-assign]
     elif point == "joining":
         Relay.take = taking_any  # type: ignore[method-assign]
     elif point == "close":
-        Relay._announce = announcing  # type: ignore[method-assign]
+        Sessions.announce = announcing  # type: ignore[method-assign]
 
 
 def main(kit: str, journal: str, point: str, count: str) -> None:

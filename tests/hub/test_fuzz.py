@@ -37,7 +37,7 @@ from dadplug.exchange import codec
 from dadplug.exchange.factor_buckets import FactorBucket, IndexSlot, Slot
 from dadplug.exchange.fields import fits
 from dadplug.exchange.owned_buckets import ContributionBucket, OwnedSlot
-from dadplug.exchange.rounds import Requirements, Rounds
+from dadplug.exchange.rounds import Contribution, Outsized, Requirements, Rounds, Spent
 from dadplug.exchange.summed_buckets import SparseBucket
 from dadplug.exchange.wire import wire_format
 from dadplug.hub import check
@@ -62,7 +62,6 @@ from dadplug.hub.wire.messages import (
     Arrived,
     Close,
     Continue,
-    Contribution,
     Drop,
     Exclude,
     Grow,
@@ -73,7 +72,6 @@ from dadplug.hub.wire.messages import (
     KeyMessage,
     Kind,
     Leave,
-    Outsized,
     Pause,
     Position,
     Receiving,
@@ -83,7 +81,6 @@ from dadplug.hub.wire.messages import (
     RoundKind,
     RunReport,
     SendState,
-    Spent,
     Start,
     StartTerms,
     Welcome,

@@ -52,14 +52,14 @@ class LyingHub:
     """Changes of what a hub announces of one round, by the slot of the site that gets them; None for nothing."""
 
     def __init__(self, relay, lies):
-        self._relay, self._lies, self._honest = relay, lies, relay._announce
-        relay._announce = self.announce
+        self._relay, self._lies, self._honest = relay, lies, relay.sessions.announce
+        relay.sessions.announce = self.announce
 
     def announce(self, message, soon=False):
         if not isinstance(message, Close) or message.step != LIE:
             self._honest(message, soon)
             return
-        for session in self._relay._training():
+        for session in self._relay.sessions.training:
             lie = self._lies.get(session.slot, lambda close: close)(message)
             for each in lie if isinstance(lie, list) else [lie]:
                 session.send(pack_control(each, 0), soon)
@@ -138,7 +138,7 @@ def test_a_payload_that_the_hub_withholds_as_if_it_were_for_another_site_ends_th
         return sends
 
     with sealed_hub(tmp_path, sealed=sealed) as hub, linked(hub, 3) as links:
-        for session in hub.hub.relay._training():
+        for session in hub.hub.relay.sessions.training:
             session.send = withheld(session, session.send)
         found = together(lambda rank: run_rounds(links[rank], Requirements(1, 60_000)), 3)
     assert all(isinstance(error, MismatchError | SealingError) for error, _ in found), found

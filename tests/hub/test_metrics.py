@@ -16,12 +16,13 @@ from support import refuses
 
 import dadplug
 from dadplug.errors import FrameError, KitError
+from dadplug.exchange.rounds import Spent
 from dadplug.hub import check
 from dadplug.hub.server import journal
 from dadplug.hub.server import status as hub_status
 from dadplug.hub.server.journal import Journal, JournalFile
 from dadplug.hub.server.status import Meter, MetricsServer, Outputs, for_sites, snapshot
-from dadplug.hub.wire.messages import Kind, Spent
+from dadplug.hub.wire.messages import Kind
 from dadplug.tools.cli.commands import main
 
 ROOT = Path(__file__).resolve().parents[2]

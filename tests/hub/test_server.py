@@ -17,7 +17,7 @@ from support import refuses
 
 from dadplug.errors import KitError, RefusedError, SiteError
 from dadplug.exchange import Traffic
-from dadplug.exchange.rounds import Requirements
+from dadplug.exchange.rounds import Requirements, Spent
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
@@ -39,7 +39,6 @@ from dadplug.hub.wire.messages import (
     Pause,
     Refuse,
     RoundKind,
-    Spent,
     Start,
     Welcome,
     pack_control,

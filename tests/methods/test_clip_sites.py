@@ -15,6 +15,7 @@ from divided_network import SMALL, network
 import dadplug
 from dadplug.exchange.factor_buckets import FactorBucket, FactorPayload
 from dadplug.exchange.owned_buckets import ContributionBucket
+from dadplug.exchange.rounds import Outsized
 from dadplug.exchange.summed_buckets import SparseBucket, SummedBucket
 from dadplug.step.reducer.clipping import MEASURED_EVERY, OUTSIZED, OutsizedGradients, square_of
 
@@ -134,9 +135,9 @@ class Hub:
         self.shown: list[tuple[int, int]] = []
         self.rounds = self
 
-    def show_outsized(self, rank: int, step: int, times: float) -> None:
-        self.shown.append((rank, step))
-        assert times > OUTSIZED
+    def show(self, shown: Outsized) -> None:
+        self.shown.append((shown.slot, shown.training_step))
+        assert shown.times > OUTSIZED
 
 
 def test_a_site_is_named_once_for_each_occurrence(caplog):
@@ -155,7 +156,7 @@ def test_a_site_is_named_once_for_each_occurrence(caplog):
 def test_a_loud_site_is_named_without_clipping() -> None:
     model, found = network(widths=SMALL), []
     reduction = dadplug.GradientReduction(model, mode="dad")
-    reduction._transport.rounds.show_outsized = lambda *shown: found.append(shown[:2])
+    reduction._transport.rounds.show = lambda shown: found.append((shown.slot, shown.training_step))
     for step in range(2 * MEASURED_EVERY + 1):
         run_backward(model, dist.get_rank(), step)
         reduction.synchronize()

@@ -13,8 +13,9 @@ from torch import nn
 import dadplug
 from dadplug import DifferentialPrivacy
 from dadplug.errors import FrameError
+from dadplug.exchange.rounds import Spent
 from dadplug.hub.server.status import Meter, snapshot
-from dadplug.hub.wire.messages import Spent, pack_control, read_control
+from dadplug.hub.wire.messages import pack_control, read_control
 
 DELTA = 1e-5
 NAMES = ("bavaria", "saxony")

@@ -21,14 +21,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import FrameError, RefusedError
-from ...exchange.rounds import Requirements
+from ...exchange.rounds import Contribution, Outsized, Requirements, Spent
 from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
     Action,
     Arrived,
     Close,
-    Contribution,
     Drop,
     Exclude,
     Grow,
@@ -39,14 +38,12 @@ from ..wire.messages import (
     KeyMessage,
     Kind,
     Leave,
-    Outsized,
     Pause,
     Receiving,
     Resume,
     RunReport,
     SendState,
     Skip,
-    Spent,
     Start,
     Welcome,
     pack_control,
@@ -61,6 +58,7 @@ from .session import (
     HubStreams,
     Received,
     Session,
+    Sessions,
     check_hello,
     check_release,
     check_start,
@@ -115,7 +113,7 @@ class Relay:
         self.roster = tuple(names)
         self.sealed = sealed
         self.journal = journal
-        self.sessions: dict[tuple[str, int], Session] = {}
+        self.sessions = Sessions()
         self.run = Run(names, site_timeout, life, now, journal)
         self.crowded = False
         self.outage = Outage()
@@ -205,7 +203,7 @@ class Relay:
         self._fit_start(session)
         # Sites that start together compare their versions themselves.
         if session.waits and not session.recovers and not self.run.ending:
-            check_release(session, self._training())
+            check_release(session, self.sessions.training)
 
     def _is_later(self, session: Session) -> bool:
         """Return whether a session of training waits for the next run."""
@@ -214,7 +212,7 @@ class Relay:
     def _fit_start(self, session: Session) -> None:
         """Take when a new session lets its run start; raise RefusedError if other sites of the run state otherwise."""
         later = self._is_later(session)
-        peers = [each for each in self._of("training") if self._is_later(each) == later]
+        peers = [each for each in self.sessions.of("training") if self._is_later(each) == later]
         check_start(session, peers)
         if not (later or peers or self.run.membership.started):
             self.run.membership.start = session.start
@@ -229,7 +227,7 @@ class Relay:
             self.journal.write(f"{session.name} is connected; it joins at the next step")
             session.send(pack_control(Accept(session.slot, None, True), 0))
             return
-        others = tuple(sorted(each.slot for each in self._training()))
+        others = tuple(sorted(each.slot for each in self.sessions.training))
         names = ", ".join(self.run.names[slot] for slot in others)
         self.journal.write(f"{session.name} is connected for the next run: waiting for {names} to leave the last one")
         session.send(pack_control(Pause(others, f"waiting for {names} to leave the last run"), 0))
@@ -389,17 +387,9 @@ class Relay:
         if not (self.run.may_grow or (self._recovery is not None and self._recovery.may_be_elastic)):
             return False
         pause = pack_control(Pause((), f"{reason}; waiting for it to be started again"), 0)
-        for session in self._of("training"):
+        for session in self.sessions.of("training"):
             session.send(pause)
         return True
-
-    def _of(self, channel: str) -> list[Session]:
-        """Return the sessions of a channel."""
-        return [each for each in self.sessions.values() if each.channel == channel]
-
-    def _training(self) -> list[Session]:
-        """Return the sessions of the sites of this run."""
-        return [each for each in self._of("training") if not each.waits]
 
     def _pass_on(self, session: Session, head: Head, body: memoryview) -> None:
         """Pass a message on to the hub itself or to one site; that for a site that has left is lost.
@@ -421,12 +411,6 @@ class Relay:
                 if kept.nbytes > FULL_BYTES:
                     name = self.roster[head.slot]
                     raise FrameError(f"{name} has not opened the channel that {kept.nbytes} bytes wait for")
-
-    def _announce(self, message: Any, soon: bool = False) -> None:
-        """Send a message to the sites of this run; see `Session.send`."""
-        frame = pack_control(message, 0)
-        for session in self._training():
-            session.send(frame, soon)
 
     def _end(self, session: Session, reason: str, now: float, step: int = 0, may_return: bool = False) -> None:
         """End a session.
@@ -451,7 +435,7 @@ class Relay:
         elif session.channel == "parameters":
             self._early[session.slot] = None
             self._streams.end(session)
-            for other in self._of("parameters"):  # their streams with this site have ended
+            for other in self.sessions.of("parameters"):  # their streams with this site have ended
                 other.send(notice)
 
     # Frames.
@@ -506,13 +490,13 @@ class Relay:
         elif run.membership.phase(session.slot) is Phase.JOINING:
             raise FrameError(f"a {head.kind.name} frame before it has received its state")
         elif head.kind is Kind.PAYLOAD:
-            others = pass_payload(session, head, packed, self._training())
+            others = pass_payload(session, head, packed, self.sessions.training)
             if run.elastic:
                 run.round.append(session.slot, others)
         elif head.kind is Kind.SUMMAND:
             total = run.sums.add(head, body, run.membership.participants)
             if total is not None:
-                for other in self._training():
+                for other in self.sessions.training:
                     other.send(total)
         else:
             raise FrameError(f"{head.kind.name} frames are not expected")
@@ -536,9 +520,9 @@ class Relay:
         for session in waiting if self.run.admits else ():
             session.waits = False
             self.journal.write(f"{session.name} joins")
-            session.awaits = {each.slot for each in self._training()} - {session.slot}
+            session.awaits = {each.slot for each in self.sessions.training} - {session.slot}
             if session.offer:
-                self._announce(KeyMessage(session.slot, session.offer))
+                self.sessions.announce(KeyMessage(session.slot, session.offer))
             self._act(self.run.membership.dial(session.slot, now), now)
 
     def _pass_arrived(self, session: Session, message: Arrived) -> None:
@@ -615,7 +599,7 @@ class Relay:
             self.drop(excluded, f"{session.name} refuses it: {message.reason}", now)
             return
         self.journal.write(f"{session.name} refuses {excluded.name}, which takes part already: {message.reason}")
-        here = self._training()
+        here = self.sessions.training
         votes = sum(each.instance in excluded.refused_by for each in here if each is not excluded)
         if self.run.elastic and votes >= 2 and 2 * votes > len(here) - 1:
             self._lose(excluded, f"{votes} sites refuse it: {message.reason}", now)
@@ -645,7 +629,7 @@ class Relay:
                 case Drop():
                     self._end_training(action, now)
             # Where all sites have to stay, none waits for the end of a step.
-            self._announce(action, soon=isinstance(action, Close) and not run.elastic)
+            self.sessions.announce(action, soon=isinstance(action, Close) and not run.elastic)
             match action:
                 case Join():
                     for _, frame in run.round.frames:
@@ -662,7 +646,7 @@ class Relay:
             for slot, ahead in list(self.run.ahead.items()):  # of sites that have ended the new step before
                 if ahead and ahead[0] == self.run.membership.open_step:
                     self._act(self.run.membership.end(slot, ahead.popleft(), now), now)
-        if self.run.ending and not self._training():
+        if self.run.ending and not self.sessions.training:
             self._begin_run(now)
 
     def _ask_for_state(self, request: SendState) -> None:
@@ -670,13 +654,12 @@ class Relay:
         joiner = self.sessions["training", request.joiner]
         joiner.requests.add(request.number)
         self.journal.write(f"{self.roster[request.donor]} is asked for its state, for {joiner.name}")
-        for session in self._training():
-            session.send(pack_control(request, 0))
+        self.sessions.announce(request)
 
     def _end_training(self, action: Drop, now: float) -> None:
         """End the session of a site that takes no part any more; where the run is elastic, it may join again."""
         run = self.run
-        run.ending |= run.membership.started and (len(self._training()) == 1 or not run.elastic)
+        run.ending |= run.membership.started and (len(self.sessions.training) == 1 or not run.elastic)
         if action.reason:
             run.absent[action.slot] = self.sessions["training", action.slot].instance
         else:
@@ -691,7 +674,7 @@ class Relay:
         self._recovery, self.run.pause = None, ""
         if outcome.failure:
             self.journal.write(f"the run that began before the restart ends: {outcome.failure}")
-            for session in self._of("training"):
+            for session in self.sessions.of("training"):
                 if session.recovers:
                     self.drop(session, f"the hub has been restarted, and {outcome.failure}", now)
             self._begin_run(now)
@@ -703,7 +686,7 @@ class Relay:
         for slot in outcome.slots:
             self.sessions["training", slot].heard = now  # the time until they count as silent begins
         self._act(self.run.membership.go_on(outcome.step, outcome.slots, now), now)
-        for session in self._of("training"):
+        for session in self.sessions.of("training"):
             if session.waits:
                 self._announce_wait(session)
 
@@ -713,13 +696,13 @@ class Relay:
         """Begin a run, with the sites that have waited for the end of the last one."""
         for slot, contribution in sorted(self.run.contributions.items()):
             self.journal.write(f"{self.roster[slot]} has contributed {contribution}")
-        waiting = [each.sites for each in self._of("training")]
+        waiting = [each.sites for each in self.sessions.of("training")]
         if self.run.completed:
             self._ended_after, self._ended = self.run.completed, self.run.absent
         self._replace_run(max(waiting, default=len(self.run.names)), now)
         self._early.clear()
         self._store = Store()
-        for number, session in enumerate(self._of("training")):
+        for number, session in enumerate(self.sessions.of("training")):
             session.waits = False
             start = self.run.membership.start = self.run.membership.start if number else session.start
             if session.start != start:  # it waited to join the last run, and others wait for this one
@@ -733,7 +716,7 @@ class Relay:
         before, names = len(self.run.names), self.roster[:size]
         if size != before:
             new = ", ".join(names[before:])
-            for session in self._of("training"):
+            for session in self.sessions.of("training"):
                 if session.sites < size:
                     reason = f"the project has new sites, {new}: {_COPY} this site's kit, and start it again"
                     self._end(session, reason, now)
@@ -756,7 +739,7 @@ class Relay:
         new = ", ".join(self.roster[len(self.run.names) : size])
         self.run.grow(self.roster[:size])
         self.journal.write(f"the run grows: it is one of {size} sites now, with {new}")
-        for session in self._of("training"):
+        for session in self.sessions.of("training"):
             self._extend_session(session)
 
     def _extend_session(self, session: Session) -> None:
@@ -792,7 +775,7 @@ class Relay:
         if session.sites <= session.slot:
             raise RefusedError(f"this site's roster has {session.sites} sites, and it is itself site {session.slot}")
         free = not run.membership.started and self._recovery is None
-        if free and (session.sites > size or not self._of("training") or session.recovers):
+        if free and (session.sites > size or not self.sessions.of("training") or session.recovers):
             if session.sites != size:
                 self._replace_run(session.sites, now)
         elif session.recovers and self._recovery is not None and session.sites != size:

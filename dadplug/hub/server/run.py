@@ -36,14 +36,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 
 from ...errors import FrameError
-from ...exchange.rounds import Requirements
+from ...exchange.rounds import Contribution, Outsized, Requirements
 from ...support.logs import span
 from ..wire.messages import (
     DTYPES,
@@ -52,12 +52,10 @@ from ..wire.messages import (
     Action,
     Close,
     Continue,
-    Contribution,
     Drop,
     Head,
     Join,
     Kind,
-    Outsized,
     Pause,
     Position,
     Repeat,
@@ -73,7 +71,7 @@ from ..wire.messages import (
 from ..wire.streams import PackedFrame, return_seconds
 from .journal import Journal
 from .membership import Membership, Phase
-from .session import Session, pass_payload
+from .session import Session, Sessions, pass_payload
 
 LIMIT = 512 << 20  # bytes that a late site may leave to be received
 
@@ -524,12 +522,12 @@ class Recovery:
 
     Args:
         run: the run, which has not started at this hub.
-        sessions: all sessions, by channel and slot.
+        sessions: all sessions.
         journal: log of who comes and goes.
         now: the time, in seconds.
     """
 
-    def __init__(self, run: Run, sessions: Mapping[tuple[str, int], Session], journal: Journal, now: float) -> None:
+    def __init__(self, run: Run, sessions: Sessions, journal: Journal, now: float) -> None:
         self._run, self._sessions, self._journal, self._since = run, sessions, journal, now
         self._reports: dict[Session, RunReport] = {}
         self._behind: list[Session] = []  # that wait for the end of a round
@@ -537,7 +535,7 @@ class Recovery:
         self._repeated: RunReport | None = None  # a report of a site that has closed the round
         self._lost_sender = False
         journal.write("a run that began before the restart goes on once its sites are connected")
-        for session in self._live():
+        for session in self._sessions.of("training"):
             session.waits = True
 
     # What arrives
@@ -574,7 +572,7 @@ class Recovery:
         Returns:
             The end of the recovery; None while it goes on.
         """
-        live = self._live()
+        live = self._sessions.of("training")
         self._reports = {session: each for session, each in self._reports.items() if session in live}
         if self._behind:
             self._close_for_those_behind(live)
@@ -587,9 +585,6 @@ class Recovery:
             missing = self._missing(now)
             return self._wait_for(missing, now) if missing else self._conclude()
         return None
-
-    def _live(self) -> list[Session]:
-        return [each for (channel, _), each in self._sessions.items() if channel == "training"]
 
     @property
     def _winner(self) -> RunReport:
@@ -633,7 +628,7 @@ class Recovery:
         """Return the slots of sites that take part, and have not reported; not those that have started again."""
         there = {each.slot for each in self._reports}
         if self._elastic:
-            there |= {each.slot for each in self._live() if not each.recovers}
+            there |= {each.slot for each in self._sessions.of("training") if not each.recovers}
             winner = self._winner
             if self._is_majority(winner) or now >= self._since + ALL_BACK_SECONDS:
                 at = (each.gone for each in self._reports.values() if each.position == winner.position)
@@ -743,7 +738,9 @@ class Recovery:
         if elastic and behind:
             self._repeat(winner, members, behind)
             return None
-        if not elastic and (len(members) < len(self._live()) or len({each.run for each in reports.values()}) > 1):
+        if not elastic and (
+            len(members) < len(self._sessions.of("training")) or len({each.run for each in reports.values()}) > 1
+        ):
             return Outcome("the sites do not take part in the same run")
         slots = [each.slot for each in members]
         step = winner.position.step + 1

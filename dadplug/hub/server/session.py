@@ -298,6 +298,25 @@ class Session(NumberedStream):
             raise FrameError(f"a {head.kind.name} frame for slot {head.to - 1} of {self.world_size} alone")
 
 
+class Sessions(dict[tuple[str, int], Session]):
+    """Sessions of all sites, by channel and slot."""
+
+    def of(self, channel: str) -> list[Session]:
+        """Return the sessions of a channel."""
+        return [each for each in self.values() if each.channel == channel]
+
+    @property
+    def training(self) -> list[Session]:
+        """Sessions of the sites of the present run."""
+        return [each for each in self.of("training") if not each.waits]
+
+    def announce(self, message: Any, soon: bool = False) -> None:
+        """Send a message to the sites of the present run; see `Session.send`."""
+        frame = pack_control(message, 0)
+        for session in self.training:
+            session.send(frame, soon)
+
+
 def pass_payload(sender: Session, head: Head, packed: PackedFrame, receivers: Iterable[Session]) -> PackedFrame:
     """Send a payload to sites; if it is for one site alone, the others get a frame in its place.
 

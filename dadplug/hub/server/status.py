@@ -244,7 +244,7 @@ def late_sites(relay: Relay, now: float) -> dict[int, float]:
         relay: the hub's sessions.
         now: the time, in seconds.
     """
-    sessions = [each for each in relay.sessions.values() if each.channel == "training" and not each.waits]
+    sessions = relay.sessions.training
     furthest = max((each.progress for each in sessions), default=(0, 0))
     return {
         each.slot: now - each.progressed

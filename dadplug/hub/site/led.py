@@ -23,7 +23,7 @@ from ...errors import DadplugError, MismatchError, SiteError
 from ...exchange import codec
 from ...exchange.framing import bytes_of
 from ...exchange.hierarchy import Job
-from ...exchange.rounds import Rounds
+from ...exchange.rounds import Rounds, Shown
 from ...exchange.status import PeerNames
 from ...exchange.traffic import Traffic
 from ...exchange.transport import AllToAll, Exchange, Gather, Nodes
@@ -219,11 +219,8 @@ class LedRounds(Rounds):
     def wait_for_hub(self, seconds: float) -> None:
         self.begin(lambda hub: hub.rounds.wait_for_hub(seconds))
 
-    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:
-        self.begin(lambda hub: hub.rounds.show_contribution(samples, steps, waited, loss))
-
-    def show_outsized(self, rank: int, step: int, times: float) -> None:
-        self.begin(lambda hub: hub.rounds.show_outsized(rank, step, times))
+    def show(self, shown: Shown) -> None:
+        self.begin(lambda hub: hub.rounds.show(shown))
 
 
 class LedTransport(CollectiveTransport, NoStreams):

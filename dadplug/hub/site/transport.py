@@ -18,12 +18,12 @@ from ...exchange.codec import check_lengths, decode_objects, encode_object
 from ...exchange.fields import minority
 from ...exchange.framing import bytes_of
 from ...exchange.restrictions import check_declared
-from ...exchange.rounds import Rounds
+from ...exchange.rounds import Rounds, Shown
 from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import AllToAll, Exchange, Gather, PendingSum, Streams, StreamToHub, Transport
 from ...exchange.wire import lasting
-from ..wire.messages import CODES, Contribution, Kind, Message, Outsized, Spent, add_up
+from ..wire.messages import CODES, Kind, add_up
 from .calls import mismatch
 from .inbox import CHANNEL_BITS, Incoming
 from .link import HubLink
@@ -145,18 +145,9 @@ class HubRounds(Rounds):
     def wait_for_hub(self, seconds: float) -> None:
         self.link.wait_for_hub(seconds)
 
-    def show_epsilon(self, epsilon: float, delta: float) -> None:
-        self._show(Spent(epsilon, delta))
-
-    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:
-        self._show(Contribution(samples, steps, round(1e3 * waited), loss))
-
-    def show_outsized(self, rank: int, step: int, times: float) -> None:
-        self._show(Outsized(rank, step, times))
-
-    def _show(self, message: Message) -> None:
+    def show(self, shown: Shown) -> None:
         with suppress(SiteError):  # the training has ended
-            self.link.post_control(message)
+            self.link.post_control(shown)
 
 
 class CollectiveTransport(Transport):

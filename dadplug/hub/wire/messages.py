@@ -49,7 +49,7 @@ from torch import Tensor
 
 from ...errors import FrameError
 from ...exchange import codec
-from ...exchange.rounds import Requirements
+from ...exchange.rounds import Contribution, Outsized, Requirements, Spent
 from ...support.logs import span
 from ...support.refusals import refuse
 from ...support.structs import LONGEST_TEXT, Count, Counts, Milliseconds, Slot, Slots, Text, Texts, decode
@@ -639,56 +639,6 @@ class Exclude(Message, frozen=True):
 
     slot: Slot
     reason: Text
-
-
-class Spent(Message, frozen=True):
-    """Cost of a site's training so far for its records, for the status.
-
-    Attributes:
-        epsilon: the epsilon of differential privacy; infinity for steps without noise.
-        delta: the delta.
-    """
-
-    epsilon: Annotated[float, msgspec.Meta(ge=0)]
-    delta: Annotated[float, msgspec.Meta(ge=0)]
-
-
-class Contribution(Message, frozen=True):
-    """Part of a site in the training so far, as its process states it, for the status.
-
-    Attributes:
-        samples: number of samples; 0 where they are not counted.
-        steps: number of steps.
-        waited_ms: milliseconds in which it has waited for others in them.
-        loss: loss of its own validation; None without one.
-    """
-
-    samples: Count
-    steps: Count
-    waited_ms: Milliseconds
-    loss: float | None = None
-
-    def __str__(self) -> str:
-        samples = f"{self.samples:,} samples in " if self.samples else ""
-        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
-        return f"{samples}{self.steps:,} steps, {span(self.waited_ms / 1e3)} of waiting{loss}"
-
-
-class Outsized(Message, frozen=True):
-    """Finding of a site: the gradient of another one is out of all proportion, for the status.
-
-    Attributes:
-        slot: the other site.
-        training_step: number of the training step.
-        times: norm of the gradient over the median of the sites' norms.
-    """
-
-    slot: Slot
-    training_step: Count
-    times: Annotated[float, msgspec.Meta(gt=0)]
-
-    def __str__(self) -> str:
-        return f"in step {self.training_step} the norm of its gradient is {self.times:.3g} times the median"
 
 
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(

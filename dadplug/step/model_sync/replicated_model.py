@@ -18,7 +18,7 @@ from ...exchange import Traffic, Transport, open_transport
 from ...exchange.codec import register
 from ...exchange.fields import NUMBER
 from ...exchange.restrictions import OBJECTS, declared
-from ...exchange.rounds import Requirements
+from ...exchange.rounds import Contribution, Requirements
 from ...options import Options
 from ...support.logs import get_logger
 from ..methods import check_allowed
@@ -314,7 +314,8 @@ class ReplicatedModel:
         if loss is not None and (isinstance(loss, bool) or not isinstance(loss, Real)):
             raise TypeError(f"report(loss=...) takes a number, such as loss.item(), got {type(loss).__name__}")
         own, traffic = None if loss is None else float(loss), self.traffic
-        self._transport.rounds.show_contribution(self._all_samples, traffic.steps, traffic.wait_in_steps, own)
+        waited = round(1e3 * traffic.wait_in_steps)
+        self._transport.rounds.show(Contribution(self._all_samples, traffic.steps, waited, own))
 
     def average_buffers(self) -> None:
         """Replace running statistics and other buffers by their mean over sites; all sites must call it.

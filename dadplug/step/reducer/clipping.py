@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...exchange import Transport
 from ...exchange.factor_buckets import FactorPayload
+from ...exchange.rounds import Outsized
 from ...hooks.factor import Form
 from ...lowrank.compress import squared_norm
 from ...support.logs import get_logger
@@ -141,7 +142,7 @@ class OutsizedGradients:
                 done,
             )
             if transport.rank == min(other for other, each in enumerate(norms) if each and other != rank):
-                transport.rounds.show_outsized(rank, step, times)
+                transport.rounds.show(Outsized(rank, step, times))
 
     def explain(self, step: int) -> str:
         """Return what explains NaN or Inf in a step: sites that were above the limit in it, or shortly before."""
