@@ -220,9 +220,6 @@ class Engine(TableEngine):
         Raises:
             ProtocolError: if it does not fit the tables and requests of this site. Nothing has been changed.
         """
-        self._handle(sender, message)
-
-    def _handle(self, sender: int, message: Message) -> None:
         outbox: Outbox = []
         with self._lock:
             self._check(message)
@@ -275,7 +272,7 @@ class Engine(TableEngine):
     def _post(self, outbox: Outbox) -> None:
         for target, message in outbox:
             if target == self.rank:
-                self._handle(self.rank, message)
+                self.receive(self.rank, message)
             else:
                 self._send(target, message)
 
@@ -369,7 +366,7 @@ class Engine(TableEngine):
         where, targets, away_count = store.locate(self.rank, self.sites, keys)
         if away_count < keys.shape[0]:
             here = where >= 0
-            kernels.scatter_rows(store.read_rows(where[here]), positions[here], out)
+            kernels.scatter_rows(_taken(store.rows.values, where[here]), positions[here], out)
             away = ~here
             keys, positions, targets = keys[away], positions[away], targets[away]
         return self._ask(table, keys, positions, targets, out, outbox) if keys.shape[0] else None
@@ -472,7 +469,7 @@ class Engine(TableEngine):
             raise ProtocolError(f"PULL with a key out of range of table {message.table}")
         if fresh or away:
             store, rows, (_, positions) = self._serve(message, outbox)
-            values = store.read_rows(rows)
+            values = _taken(store.rows.values, rows)
         else:
             store.touch(where)
         if values.shape[0]:

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..lowrank.rows import gather
 from ..support.jit import njit
 
 # Initial values
@@ -525,40 +524,6 @@ def create(r: TableRows, keys: Keys, where: Numbers, rows: Numbers) -> int:
 
 
 @njit(cache=True, nogil=True)
-def list_owned(r: TableRows, rows: Numbers) -> int:
-    """Write the rows owned by this site to `rows`, and return their number."""
-    count = 0
-    for row in range(r.counts[ROW_TOP]):
-        if r.states[row] == OWNED:
-            rows[count] = row
-            count += 1
-    return count
-
-
-@njit(cache=True, nogil=True)
-def list_evictable(r: TableRows, clock: int, used: Keys, before: int, found: Numbers) -> int:
-    """List the rows that may be evicted: owned, without replicas or intent, and not used recently.
-
-    Args:
-        r: the store.
-        clock: clock of this site.
-        used: time of the last use, by row.
-        before: rows used at this time or later are kept.
-        found: room for all rows, overwritten.
-
-    Returns:
-        The number of rows found.
-    """
-    states, peers, intent_end = r.states, r.peers, r.intent_end
-    count = 0
-    for row in range(r.counts[ROW_TOP]):
-        if states[row] == OWNED and peers[row] == 0 and intent_end[row] <= clock and used[row] < before:
-            found[count] = row
-            count += 1
-    return count
-
-
-@njit(cache=True, nogil=True)
 def free_rows(r: TableRows, rows: Numbers) -> None:
     """Free rows and discard their values."""
     finder, keys, states, slots, counts = r.finder, r.keys, r.states, r.slots, r.counts
@@ -650,9 +615,10 @@ class Store:
         """Evict the least recently used rows, some more than needed so that not every call has to."""
         assert self.max_rows is not None
         self.touch(np.empty(0, np.int32))
-        found = np.empty(self.rows.keys.shape[0], np.int32)
+        r, top = self.rows, self.rows.counts[ROW_TOP]
+        free = (r.states[:top] == OWNED) & (r.peers[:top] == 0) & (r.intent_end[:top] <= self.clock())
         # A call in progress has recorded its own rows at most two uses ago.
-        found = found[: list_evictable(self.rows, self.clock(), self._used, self._time - 2, found)]
+        found = np.flatnonzero(free & (self._used[:top] < self._time - 2)).astype(np.int32)
         count = min(found.shape[0], count + self.max_rows // 16)
         if count < found.shape[0]:
             found = found[np.argpartition(self._used[found], count)[:count]]
@@ -733,16 +699,9 @@ class Store:
         )
         return where, targets, *numbers
 
-    def read_rows(self, rows: Numbers) -> Block:
-        """Return copies of the values of rows."""
-        out = np.empty((rows.shape[0], self.width), np.float32)
-        gather(self.rows.values, rows, out)
-        return out
-
     def owned(self) -> tuple[Keys, Block]:
         """Return copies of the keys owned by this site, in ascending order, and of their values."""
-        rows = np.empty(len(self), np.int32)
-        rows = rows[: list_owned(self.rows, rows)]
+        rows = np.flatnonzero(self.rows.states[: self.rows.counts[ROW_TOP]] == OWNED)
         keys = self.rows.keys[rows]
         order = np.argsort(keys)
         return keys[order], self.rows.values[rows[order]]
