@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Container, Sequence
 
 from ..errors import escaped
 
@@ -52,6 +53,24 @@ def span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.0f} s"
+
+
+def table(lines: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Return the lines of a table in columns as wide as their widest cells, with a rule below the first line.
+
+    Args:
+        lines: cells of each line, those of its head first.
+        right: columns of numbers, which are set to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for line in lines:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        text.append("  ".join(cells).rstrip())
+    return [text[0], "-" * max(map(len, text)), *text[1:]]
 
 
 class Troubles:

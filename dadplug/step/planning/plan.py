@@ -12,6 +12,7 @@ from torch import nn
 from ...exchange import Transport
 from ...exchange.wire import wire_format
 from ...options import Options
+from ...support.logs import table
 from ..methods import Method
 from ..methods.base import GradientPath
 from ..model_sync.structure import is_managed
@@ -173,20 +174,11 @@ class Plan(Sequence[PlanRow]):
         ]
         fewer = f"{self.dense_bytes / self.bytes:.1f} times fewer" if self.bytes else ""
         body.append(("total", "", "", f"{self.bytes:,}", f"{self.dense_bytes:,}", "", fewer))
-        widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
-        lines = []
-        for line in [head, *body]:
-            cells = [
-                cell.rjust(width) if column in (3, 4) else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        lines.insert(1, "-" * max(map(len, lines)))
         sites, where = f"{self.world_size} sites", ""
         if self.nodes is not None:
             sites, where = f"{sites} on {self.nodes} nodes", " for other nodes"
         head_line = f"mode {self.mode}, {sites}, payload a site hands to the transport{where}"
-        return "\n".join([head_line, *lines, *self.remarks])
+        return "\n".join([head_line, *table([head, *body], right=(3, 4)), *self.remarks])
 
 
 def dense_bytes(parameter: nn.Parameter, transport: Transport) -> int:

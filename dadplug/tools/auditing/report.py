@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...support.files import write_file
+from ...support.logs import table
 from ...support.progress import report_page
 from .attacks.base import RECOVERED, Result, is_picture
 from .capture import Observation
@@ -221,20 +222,11 @@ class Report:
     def table(self) -> str:
         """Format the results as a table, with the verdict and what was not tried."""
         head = ("layer", "path", "class", "attack", "of", "recovered", "similarity", "chance", "PSNR", "SSIM")
-        lines = [head, *self._lines()]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        text = [
-            "  ".join(
-                cell.rjust(width) if column > 4 else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        text.insert(1, "-" * max(map(len, text)))
+        lines = table([head, *self._lines()], right=range(5, len(head)))
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         count = len(self.seen.batch)
         title = f"mode {self.mode}{options}; {count} samples, {self.bytes_sent:,} bytes sent; seen by {_who(self)}"
-        return "\n".join([title, *text, *self._notes(), *textwrap.wrap(self.verdict, _WIDTH)])
+        return "\n".join([title, *lines, *self._notes(), *textwrap.wrap(self.verdict, _WIDTH)])
 
     def _lines(self) -> list[tuple[str, ...]]:
         """Return the cells of each result, and a line for all weights of a path and class without any."""

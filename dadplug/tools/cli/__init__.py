@@ -26,19 +26,12 @@ Declaration = Callable[[Any], object]
 _FLAGS = {"rank": "--max-rank", "mode": "--distributed-mode"}
 
 
-def add_option_arguments(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
-    """Add a flag for each option of the reduction.
-
-    Args:
-        parser: parser to extend.
-        leave_out: names of options that get no flag.
-    """
+def add_option_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each option of the reduction to a parser."""
     from ...options import Options
 
     group = parser.add_argument_group("options of the gradient reduction")
     for option in dataclasses.fields(Options):
-        if option.name in leave_out:
-            continue
         flag = _FLAGS.get(option.name, "--" + option.name.replace("_", "-"))
         settings: dict[str, Any] = {"dest": f"option_{option.name}", "default": option.default}
         text = option.metadata["help"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...support.logs import table
 from ...support.progress import report_page
 from .trial import DEFAULTS, LEAST_STEPS, Point
 
@@ -242,9 +243,7 @@ class Comparison:
     def table(self) -> str:
         """Format the rows as a table, with the verdict."""
         lines = self._lines()
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
-        return "\n".join([text[0], "-" * len(text[0]), *text[1:], *self._notes(), self.verdict])
+        return "\n".join([*table(lines, right=range(1, len(lines[0]))), *self._notes(), self.verdict])
 
     def _lines(self) -> list[tuple[str, ...]]:
         """Cells of the table, its head first."""

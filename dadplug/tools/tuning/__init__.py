@@ -20,6 +20,7 @@ from torch import nn
 from ...lowrank import warmup
 from ...serving import Model
 from ...serving.loading import key_of, load_module
+from ...support.logs import table
 from ...support.progress import ProgressBar
 from ...support.refusals import refuse
 from ...support.schedules import Decoding, Encoding, Machine, Record, load, path_of, replaced, save
@@ -107,20 +108,13 @@ class Tuning:
 
     def table(self) -> str:
         """Return what was tried and won, as text."""
-        head = ("task", "tried", "default", "time", "constants")
-        lines = [head]
+        lines = [("task", "tried", "default", "time", "constants")]
         for row in self.rows:
             first, *further = textwrap.wrap(_change(row), _WIDTH) or [""]
             lines.append((row.task, f"{row.measured} of {row.size}", _duration(row.seconds), _gain(row), first))
             lines += [("", "", "", "", each) for each in further]
-        widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
-        text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        text.insert(1, "  ".join("-" * width for width in widths))
-        text += [f"note: {each}" for each in self.notes]
-        text.append("not stored" if self.path is None else f"stored in {self.path}")
-        return "\n".join(text)
+        stored = "not stored" if self.path is None else f"stored in {self.path}"
+        return "\n".join([*table(lines), *(f"note: {each}" for each in self.notes), stored])
 
 
 def _gain(row: Row) -> str:
