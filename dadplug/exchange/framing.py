@@ -368,7 +368,7 @@ class FramedConnection:
         """Start to receive a message."""
         message = Message(self, room, tag, is_sent=False)
         with self._changed:
-            early = self._early_of(tag) if self._early else None
+            early = next((each for each in self._early if each.tag == tag and each.expected is None), None)
             if early is not None and early.complete:
                 self._early.remove(early)
                 self._deliver(early, message)
@@ -382,10 +382,6 @@ class FramedConnection:
         if self.reads_ahead:
             self._has_backlog()
         return message
-
-    def _early_of(self, tag: int) -> _EarlyMessage | None:
-        """Return the first message with a tag that has arrived, and is not expected yet."""
-        return next((each for each in self._early if each.tag == tag and each.expected is None), None)
 
     @property
     def is_expecting(self) -> bool:

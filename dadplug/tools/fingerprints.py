@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from ..support.files import write_file
-from ..support.refusals import refuse
 
 _CHANNELS = "foreground_intensity_properties_per_channel"
 _CROPPED = "median_relative_size_after_cropping"
@@ -48,18 +47,17 @@ def merge(fingerprints: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """
     for name, each in fingerprints.items():
         _check(name, each)
-        refuse((_SITES in each, f"{name} has been merged already: give the sites' own fingerprints"))
+        if _SITES in each:
+            raise ValueError(f"{name} has been merged already: give the sites' own fingerprints")
     first, *others = fingerprints
     channels = fingerprints[first][_CHANNELS].keys()
     for name in others:
         found = fingerprints[name][_CHANNELS].keys()
-        refuse(
-            (
-                found != channels,
+        if found != channels:
+            raise ValueError(
                 f"{name} has the channels {sorted(found)} and {first} has {sorted(channels)}: all sites need the same "
-                "channel_names in dataset.json",
+                "channel_names in dataset.json"
             )
-        )
     every = list(fingerprints.values())
     cases = sorted(pair for each in every for pair in zip(each["spacings"], each["shapes_after_crop"], strict=True))
     weights = [len(each["spacings"]) / len(cases) for each in every]
@@ -83,7 +81,8 @@ def _check(name: str, fingerprint: Mapping[str, Any]) -> None:
     remedy = (
         "copy the dataset_fingerprint.json of nnUNetv2_extract_fingerprint here again, or for `plan` the merged file"
     )
-    refuse((not fits, f"{name} is no complete fingerprint: {remedy}"))
+    if not fits:
+        raise ValueError(f"{name} is no complete fingerprint: {remedy}")
 
 
 def _merge_channel(channels: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
@@ -119,9 +118,8 @@ def merge_files(paths: Sequence[Path], out: Path) -> int:
     Raises:
         ValueError: as in `merge`, or if a file is named twice, cannot be read, or is no JSON.
     """
-    refuse(
-        (len({path.resolve() for path in paths}) < len(paths), "a fingerprint is named twice: name each site's once")
-    )
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError("a fingerprint is named twice: name each site's once")
     merged = merge({str(path): _read(path) for path in paths})
     out.parent.mkdir(parents=True, exist_ok=True)
     write_file(out, json.dumps(merged, indent=2).encode())
@@ -162,15 +160,14 @@ def plan(dataset: int, agreed: Path, planner: str, memory: float | None, name: s
         raise ImportError(f"planning needs nnU-Net ({error}): pip install 'dadplug[nnunet]'") from error
     fingerprint = _read(agreed)
     _check(str(agreed), fingerprint)
-    refuse(
-        (
-            _SITES not in fingerprint,
-            f"{agreed} is no merged fingerprint: make it by `python -m dadplug nnunet merge`, once for all sites",
+    if _SITES not in fingerprint:
+        raise ValueError(
+            f"{agreed} is no merged fingerprint: make it by `python -m dadplug nnunet merge`, once for all sites"
         )
-    )
     room = "experiment_planning"
     found = recursive_find_python_class(str(Path(nnunetv2.__path__[0]) / room), planner, f"nnunetv2.{room}")
-    refuse((found is None, f"nnU-Net has no planner {planner!r}: leave -pl out, or see its documentation"))
+    if found is None:
+        raise ValueError(f"nnU-Net has no planner {planner!r}: leave -pl out, or see its documentation")
     folder = Path(nnUNet_preprocessed) / convert_id_to_dataset_name(dataset)
     folder.mkdir(parents=True, exist_ok=True)
     present, own = folder / "dataset_fingerprint.json", folder / "dataset_fingerprint_own.json"

@@ -615,7 +615,8 @@ def compare(arguments: argparse.Namespace) -> int:
         dataset = _dataset(arguments)
         flags = {arguments.rank is None, arguments.num_nodes is None, arguments.dist_url is None}
         launched = arguments.kit or "RANK" in os.environ
-        refuse((not launched and len(flags) > 1, "between sites give --rank, --num-nodes and --dist-url, all three"))
+        if not launched and len(flags) > 1:
+            raise ValueError("between sites give --rank, --num-nodes and --dist-url, all three")
         if launched or False in flags:
             place_of(arguments).connect(timeout=60.0)
         result = compare(
