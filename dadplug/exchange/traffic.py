@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,8 +42,9 @@ class Traffic:
         steps: number of steps counted.
         bytes_in_steps: the sum of `bytes_sent` over all steps.
         wait_in_steps: the sum of `wait_seconds` over all steps.
-        layers: by the name of a unit's weight or parameter, its part in the last step.
-        present: the same of the present step, to be added to.
+        present: by the name of a unit's weight or parameter, its part in the present step, to be added to.
+        shared: further parts, of several units at once: an attribute of `LayerTraffic`, numbers by name, and what they
+            are multiplied by. They are divided when `layers` is read, since that takes a call a unit.
     """
 
     def __init__(self) -> None:
@@ -55,11 +56,23 @@ class Traffic:
         self.steps = 0
         self.bytes_in_steps = 0
         self.wait_in_steps = 0.0
-        self.layers: dict[str, LayerTraffic] = {}
         self._lock = threading.Lock()
         self._bytes = self._inside = 0
         self._wait = 0.0
         self.present: defaultdict[str, LayerTraffic] = defaultdict(LayerTraffic)
+        self.shared: list[tuple[str, Mapping[str, float], float]] = []
+        self._last: defaultdict[str, LayerTraffic] = defaultdict(LayerTraffic)
+        self._last_shared: list[tuple[str, Mapping[str, float], float]] = []
+
+    @property
+    def layers(self) -> dict[str, LayerTraffic]:
+        """By the name of a unit's weight or parameter, its part in the last step."""
+        for attribute, numbers, times in self._last_shared:
+            for name, number in numbers.items():
+                layer = self._last[name]
+                setattr(layer, attribute, getattr(layer, attribute) + number * times)
+        self._last_shared = []
+        return dict(self._last)
 
     @property
     def ratio(self) -> float:
@@ -116,8 +129,8 @@ class Traffic:
         self.bytes_sent, self._bytes = self._bytes, 0
         self.bytes_inside, self._inside = self._inside, 0
         self.wait_seconds, self._wait = self._wait, 0.0
-        self.layers = dict(self.present)
-        self.present.clear()
+        self._last, self.present = self.present, defaultdict(LayerTraffic)
+        self._last_shared, self.shared = self.shared, []
         self.steps += 1
         self.bytes_in_steps += self.bytes_sent
         self.wait_in_steps += self.wait_seconds

@@ -352,7 +352,7 @@ class Planner:
         Args:
             writers: by name.
         """
-        for unit in self.units:
+        for unit in self.units if writers else ():
             if isinstance(unit, LowrankUnit) and unit.name in writers:
                 unit.hold_unformed(Factor.unformed(unit.lead.shape, unit.lead.detach(), writers[unit.name]))
 
@@ -426,10 +426,9 @@ class Planner:
         factored = unit if isinstance(unit, FactorUnit) else None
         if factored is not None and unit.sent and not (unit.void or self._method.traits.exact):
             factored.reclaim()  # what is compressed is the whole
-        complete = unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards
-        may_send = send and self.is_complete and self._transport.inside is None  # else those of the site are added up
-        sends = complete and may_send and not (unit.sent or self._changing)
-        if sends:
+        sends = send and self.is_complete and self._transport.inside is None  # else those of the site are added up
+        sends = sends and unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards
+        if sends := sends and not (unit.sent or self._changing):
             assert self._reducer is not None
             self._reducer.arrive(unit)
         elif not self.is_complete and unit not in self._order:

@@ -383,6 +383,7 @@ class BucketHandler(ABC):
         self.dtype = units[0].lead.dtype
         self.missing = len(self.units)
         self._slots = {unit.name: slot for slot, unit in enumerate(units)}
+        self._parts = dict.fromkeys(self._slots, 1 / len(self.units))
         self.positions = [context.positions[unit.name] for unit in units]
 
     @contextmanager
@@ -393,11 +394,11 @@ class BucketHandler(ABC):
             kind: ``"encode"``, ``"decode"`` or ``"wait"``.
             unit: the only unit; None for all.
         """
-        units, start = self.units if unit is None else (unit,), time.perf_counter()
-        profiled = torch.autograd._profiler_enabled()
-        with torch.profiler.record_function(f"dadplug {kind} {units[0].name}") if profiled else nullcontext():
+        start, profiled = time.perf_counter(), torch.autograd._profiler_enabled()
+        name = (self.units[0] if unit is None else unit).name
+        with torch.profiler.record_function(f"dadplug {kind} {name}") if profiled else nullcontext():
             yield
-        self._count(kind, units, time.perf_counter() - start)
+        self._count(kind, unit, time.perf_counter() - start)
 
     def timed(self, kind: str, unit: Unit | None, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call a function, and count its time as `timing` does, by fewer calls."""
@@ -406,20 +407,23 @@ class BucketHandler(ABC):
                 return function(*args)
         start = time.perf_counter()
         result = function(*args)
-        self._count(kind, self.units if unit is None else (unit,), time.perf_counter() - start)
+        self._count(kind, unit, time.perf_counter() - start)
         return result
 
-    def _count(self, kind: str, units: Sequence[Unit], seconds: float) -> None:
-        present, name = self.context.transport.traffic.present, f"{kind}_seconds"
-        for unit in units:
-            layer = present[unit.name]
-            setattr(layer, name, getattr(layer, name) + seconds / len(units))
+    def _count(self, kind: str, unit: Unit | None, seconds: float) -> None:
+        parts = self._parts if unit is None else {unit.name: 1.0}
+        self.context.transport.traffic.shared.append((f"{kind}_seconds", parts, seconds))
 
     # Payload sizes
 
     @classmethod
-    def full_at(cls, transport: Transport) -> float:
-        """Return the payload, in MB, at which a bucket is full by default."""
+    def full_at(cls, transport: Transport, whole: float) -> float:
+        """Return the payload, in MB, at which a bucket is full by default.
+
+        Args:
+            transport: the transport.
+            whole: payload of all units of the kind, in MB.
+        """
         return cls.bucket_mb
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -152,7 +153,8 @@ class Reducer:
         transport.rounds.begin_plan()
         reference = max(reference, 1)
         self._assigned = owners  # where all sites are present
-        self._sizes = {unit.name: sum(unit.widths) for unit in units if isinstance(unit, FactorUnit)}
+        self._factored = [unit for unit in units if isinstance(unit, FactorUnit)]
+        self._sizes = {unit.name: sum(unit.widths) for unit in self._factored}
         self._dealt_without: frozenset[int] | None = transport.rounds.absent
         owners = deal(owners, owners, self._sizes, transport.rounds.present)
         self._context = HandlerContext(
@@ -175,13 +177,19 @@ class Reducer:
         context = self._context
         handlers: list[BucketHandler] = []
         open_groups: dict[tuple[type[BucketHandler], WireFormat, torch.dtype], tuple[list[Unit], int]] = {}
+        kinds, sizes, wholes = [], [], Counter[type[BucketHandler]]()
         for unit in self._units:
             kind = handler_type(unit.path, context.transport, context.owners.get(unit.name))
+            size = kind.payload_size(unit, rows.get(unit.name, 1), context.method) * context.wire(unit).itemsize
+            kinds.append(kind)
+            sizes.append(size)
+            wholes[kind] += size
+        for unit, kind, added in zip(self._units, kinds, sizes, strict=True):
             key = kind, context.wire(unit), unit.lead.dtype
             group, size = open_groups.pop(key, ([], 0))
             group.append(unit)
-            size += kind.payload_size(unit, rows.get(unit.name, 1), context.method) * context.wire(unit).itemsize
-            if size >= context.options.bucket_bytes(kind.full_at(context.transport)):
+            size += added
+            if size >= context.options.bucket_bytes(kind.full_at(context.transport, 1e-6 * wholes[kind])):
                 handlers.append(kind(group, context))
             else:
                 open_groups[key] = group, size
@@ -413,9 +421,8 @@ class Reducer:
         self._launch(len(self._handlers))
         for handler in self._handlers:
             handler.add_late()
-        for unit in self._units:
-            if isinstance(unit, FactorUnit):
-                unit.sent_factors = ()
+        for unit in self._factored:
+            unit.sent_factors = ()
 
     def _header(self, request: StepRequest) -> StepHeader:
         faults, check_finite = self._context.faults, self._context.options.check_finite
@@ -444,9 +451,12 @@ class Reducer:
         for handler in self._handlers:
             found = zip(handler.units, handler.positions, handler.present(), handler.extra_rows(), strict=True)
             for unit, position, present, extra in found:
-                header.present[position], header.extra_rows[position] = present, extra
-                header.dense[position] = unit.dense and (handler.repeats or unit.has_gradient)
-                header.void[position] = unit.void and not handler.repeats
+                header.present[position] = present
+                if extra:
+                    header.extra_rows[position] = extra
+                if unit.dense or unit.void:
+                    header.dense[position] = unit.dense and (handler.repeats or unit.has_gradient)
+                    header.void[position] = unit.void and not handler.repeats
         return header
 
     def _exchange_late(self, headers: list[StepHeader]) -> tuple[list[StepHeader], list[_Late]]:

@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from operator import attrgetter, itemgetter
+from operator import attrgetter, eq, is_
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from .clipping import sum_of_squares
 from .faults import Fault
 from .handler import BucketHandler, HandlerContext, StepHeader, gradient_room, register_handler, write_gradients
 
-_FIRST, _GRADIENT, _ARRIVALS = itemgetter(0), attrgetter("lead.grad"), attrgetter("arrivals")
+_GRADIENT, _ARRIVALS = attrgetter("lead.grad"), attrgetter("arrivals")
 
 
 class SummedHandler(BucketHandler):
@@ -51,7 +51,9 @@ class SummedHandler(BucketHandler):
         self._wire = context.wire(units[0])
         self._samples = 0  # at the first unit that was filled
         # Gradient of each unit, its version, and arrivals when it was filled; references keep identities from reuse.
-        self._filled: list[tuple[Tensor | None, tuple[int, int], int]] = []
+        self._filled: list[Tensor | None] = []
+        self._versions: list[tuple[int, int]] = []
+        self._arrivals: list[int] = []
 
     @classmethod
     def payload_bytes(
@@ -93,11 +95,9 @@ class SummedHandler(BucketHandler):
         self._samples = self.context.samples()
         for unit in self._put_all(self._samples / self.context.reference):
             self.context.faults.record(Fault.GRADIENT, unit)
-        gradients = [*map(_GRADIENT, self.units)]
-        self._filled = [*zip(gradients, versions_of(gradients), map(_ARRIVALS, self.units), strict=True)]
-        layers = self.context.transport.traffic.present
-        for name, nbytes in self._sent_bytes.items():
-            layers[name].bytes += nbytes
+        self._filled, self._arrivals = [*map(_GRADIENT, self.units)], [*map(_ARRIVALS, self.units)]
+        self._versions = versions_of(self._filled)
+        self.context.transport.traffic.shared.append(("bytes", self._sent_bytes, 1))
 
     def _put_all(self, weight: float) -> list[Unit]:
         """Put all gradients into their buckets; return the units whose gradients are not finite, if that is checked."""
@@ -109,10 +109,14 @@ class SummedHandler(BucketHandler):
     def add_late(self) -> None:
         context = self.context
         other_samples = context.samples() != self._samples
-        versions = versions_of(map(_FIRST, self._filled))
-        for unit, now, (gradient, version, arrivals) in zip(self.units, versions, self._filled, strict=True):
-            same = unit.lead.grad is gradient and unit.arrivals == arrivals and now == version
-            unit.dense = other_samples or not same
+        same = [*map(is_, map(_GRADIENT, self.units), self._filled)]
+        versions = [*map(eq, versions_of(self._filled), self._versions)]
+        arrivals = [*map(eq, map(_ARRIVALS, self.units), self._arrivals)]
+        changed = other_samples or not (all(same) and all(versions) and all(arrivals))  # in few steps
+        for unit in self.units:
+            unit.dense = changed
+        for unit, *kept in zip(self.units, same, versions, arrivals, strict=True) if changed else ():
+            unit.dense = other_samples or not all(kept)
             if unit.dense:
                 context.faults.drop(unit)
                 if context.checks_finite:
@@ -160,6 +164,7 @@ def gradient_matrix(unit: Unit) -> Tensor | None:
 
 
 _SMALL_MB = 0.25  # with fewer bytes, the calls of a bucket take longer than its passes over memory
+_BUCKETS = 32  # with more, their calls take longer than they save, and no more of the exchange is during backward
 
 
 @register_handler(GradientPath.ALLREDUCE)
@@ -174,9 +179,9 @@ class DenseHandler(SummedHandler):
         self._sums: Sequence[Tensor] = ()
 
     @classmethod
-    def full_at(cls, transport: Transport) -> float:
+    def full_at(cls, transport: Transport, whole: float) -> float:
         """Return a small size where buckets are gathered: these cost few bytes, and leave during backward."""
-        small = min(_SMALL_MB, cls.bucket_mb)
+        small = min(max(_SMALL_MB, whole / _BUCKETS), cls.bucket_mb)
         return small if transport.prefers_gather(int(1e6 * small)) else cls.bucket_mb
 
     def _put(self, unit: Unit, weight: float) -> bool:

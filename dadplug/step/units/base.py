@@ -350,29 +350,30 @@ def unmark_agreed(gradient: Tensor) -> None:
 
 def version_of(gradient: Tensor | None) -> tuple[int, int]:
     """Return numbers that change where a program writes into a gradient, or gives it other memory."""
-    return versions_of((gradient,))[0]
+    if gradient is None:
+        return -1, 0
+    if gradient.is_inference():
+        return 0, 0
+    return gradient._version, gradient.data_ptr() if gradient.layout is torch.strided else 0
 
 
 def versions_of(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:
     """Return what `version_of` returns of each gradient."""
-    versions = []
-    for gradient in gradients:
-        if gradient is None:
-            versions.append((-1, 0))
-        elif gradient.is_inference():
-            versions.append((0, 0))
-        else:
-            versions.append((gradient._version, gradient.data_ptr() if gradient.layout is torch.strided else 0))
-    return versions
+    gradients = [*gradients]
+    try:
+        return [(each._version, each.data_ptr()) for each in gradients]  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # of None, of tensors that are sparse or made in inference mode
+        return [*map(version_of, gradients)]
 
 
 def mark_agreed(units: Iterable[Unit]) -> None:
     """Mark what is in ``.grad`` as agreed on, at the end of a step."""
-    found = []
-    for unit in units:
-        for parameter in unit.parameters.values():
-            if (gradient := parameter.grad) is not None:
-                found.append((gradient, unit.reduction))
+    found = [
+        (gradient, unit.reduction)
+        for unit in units
+        for parameter in unit.parameters.values()
+        if (gradient := parameter.grad) is not None
+    ]
     for (gradient, reduction), version in zip(found, versions_of(map(_FIRST, found)), strict=True):
         setattr(gradient, _AGREED, (reduction, version))
 
