@@ -359,11 +359,11 @@ def version_of(gradient: Tensor | None) -> tuple[int, int]:
 
 def versions_of(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:
     """Return what `version_of` returns of each gradient."""
-    gradients = [*gradients]
+    every: list[Any] = [*gradients]
     try:
-        return [(each._version, each.data_ptr()) for each in gradients]  # type: ignore[union-attr]
+        return [(each._version, each.data_ptr()) for each in every]
     except (AttributeError, RuntimeError):  # of None, of tensors that are sparse or made in inference mode
-        return [*map(version_of, gradients)]
+        return [*map(version_of, every)]
 
 
 def mark_agreed(units: Iterable[Unit]) -> None:
