@@ -383,7 +383,7 @@ class BucketHandler(ABC):
         self.dtype = units[0].lead.dtype
         self.missing = len(self.units)
         self._slots = {unit.name: slot for slot, unit in enumerate(units)}
-        self._parts = dict.fromkeys(self._slots, 1 / len(self.units))
+        self._portions = dict.fromkeys(self._slots, 1 / len(self.units))
         self.positions = [context.positions[unit.name] for unit in units]
 
     @contextmanager
@@ -411,7 +411,7 @@ class BucketHandler(ABC):
         return result
 
     def _count(self, kind: str, unit: Unit | None, seconds: float) -> None:
-        parts = self._parts if unit is None else {unit.name: 1.0}
+        parts = self._portions if unit is None else {unit.name: 1.0}
         self.context.transport.traffic.shared.append((f"{kind}_seconds", parts, seconds))
 
     # Payload sizes
