@@ -73,10 +73,8 @@ class ContributionBucket:
 
     Attributes:
         owned: indices of the parts that this site owns.
-        complete: whether all sites that are present have sent what this site owns, in the last step.
+        faults: by rank, what is wrong with what a site that is present has sent to this one, in the last step.
     """
-
-    complete = True
 
     def __init__(
         self,
@@ -91,6 +89,7 @@ class ContributionBucket:
         self._dtype = dtype
         self._wire = wire
         self._rows = [-1] * len(self._slots)
+        self.faults: dict[int, str] = {}
         self._lay_out(owners, None)
 
     def deal(self, owners: Sequence[int]) -> None:
@@ -157,17 +156,18 @@ class ContributionBucket:
         samples: list[int] = []
         found: dict[int, list[FactorPayload | None]] = {index: [] for index in self.owned}
         received = self._exchange.wait()
-        self.complete = not self.owned or self._exchange.missing <= self._transport.rounds.absent
+        lacking = self._exchange.missing - self._transport.rounds.absent if self.owned else ()
+        self.faults = {rank: f"{self._transport.sites[rank]} has sent it nothing" for rank in lacking}
         for sender, payload in enumerate(received if self.owned else ()):
             if sender in self._exchange.missing:
                 count, shares = 0, dict.fromkeys(self.owned)
             else:
                 try:
                     count, shares = self._read(sender, payload)
-                except MismatchError:
+                except MismatchError as error:
                     if not self._transport.rounds.elastic:
                         raise
-                    self.complete, count, shares = False, 0, dict.fromkeys(self.owned)
+                    self.faults[sender], count, shares = str(error), 0, dict.fromkeys(self.owned)
             samples.append(count)
             for index, share in shares.items():
                 found[index].append(share)

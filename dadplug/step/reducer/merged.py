@@ -27,6 +27,7 @@ from ...exchange.fields import invalid
 from ...exchange.owned_buckets import ContributionBucket, OwnedSlot
 from ...hooks import Factor
 from ...lowrank.dispatch import divide_columns, merge_coefficients, part_size
+from ...support.logs import get_logger
 from ..methods.base import GradientPath
 from ..methods.feedback import PartPlace
 from ..methods.rankdad import RankDAD
@@ -37,6 +38,7 @@ from .factors import GatheredHandler, KeptPayloadsHandler, SiteFactorHandler
 from .handler import HandlerContext, StepHeader, register_handler
 from .owners import coefficients, gram_numbers, stacked_rows
 
+_log = get_logger(__name__)
 _SPOILT = 2
 """Statement of an owner on what it has got: 0 for incomplete, 1 for complete, or this plus the rank of a site that has
 sent NaN, Inf or numbers out of all proportion."""
@@ -205,6 +207,7 @@ class OwnerHandler(MergedHandler):
         self._contributions = ContributionBucket(slots, ranks, transport, self.dtype, wire)
         self._again: FactorBucket | None = None  # factors of all sites, in place of merged ones
         self._sent_again: list[int] = []  # samples of each site, as it has sent them with these
+        self._blamed: set[int] = set()  # sites that have been named since they have sent something invalid
         self._spoiler: int | None = None  # a site that has sent this one values out of all proportion in this step
         self._arrived: Mapping[int, Sequence[FactorPayload | None]] = {}  # in this step, by slot that this site owns
         self._forget_others()
@@ -234,10 +237,14 @@ class OwnerHandler(MergedHandler):
         weights = self._clipped_weights(samples, contributions)
         for slot, payloads in contributions.items():
             self.timed("encode", self.units[slot], self._merge, slot, payloads, weights)
-        stated = zip(samples, self.context.headers, strict=False)
-        honest = all(count <= header.samples for count, header in stated)
-        complete = int(self._contributions.complete and honest)
-        self.bucket.launch(complete if self._spoiler is None else _SPOILT + self._spoiler)
+        faults, sites = self._contributions.faults, self.context.transport.sites
+        for rank, (count, header) in enumerate(zip(samples, self.context.headers, strict=False)):
+            if count > header.samples:
+                faults[rank] = f"{sites[rank]} has sent it {count} samples, and {header.samples} to all"
+        for rank in faults.keys() - self._blamed:
+            _log.warning("what this site merges is sent to all sites again, in each step: %s", faults[rank])
+        self._blamed |= faults.keys()
+        self.bucket.launch(int(not faults) if self._spoiler is None else _SPOILT + self._spoiler)
 
     def _clipped_weights(
         self, samples: Sequence[int], contributions: Mapping[int, Sequence[FactorPayload | None]]
@@ -303,8 +310,10 @@ class OwnerHandler(MergedHandler):
         for slot, (unit, owner, bound) in enumerate(zip(self.units, self._ranks, self._bounds, strict=True)):
             found = dict(enumerate(self._arrived.get(slot, ())))
             spoiler = self._stated[self.senders.index(owner)] - _SPOILT
-            if not found and 0 <= spoiler < len(totals):  # as the owner states
-                found, totals[spoiler] = {self.context.transport.rank: self._own[slot]}, totals[spoiler] + bound**2
+            spoiler, own = spoiler if 0 <= spoiler < len(totals) else owner, self._own[slot]
+            if not found and own is not None:  # others have sent as much as this site, but for whom the owner states
+                found = dict.fromkeys(range(len(totals)), own) | {spoiler: None}
+                totals[spoiler] += bound**2
             for rank, payload in found.items():
                 totals[rank] += 0.0 if payload is None else self._norm(unit, payload) ** 2
         return totals
