@@ -25,7 +25,7 @@ from .step.methods.feedback import ErrorFeedback, LossScales
 from .step.model_sync.backward_end import BackwardEnd, as_written
 from .step.model_sync.comparisons import Comparisons
 from .step.model_sync.private import LocalGradients
-from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
+from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful, load_joined
 from .step.model_sync.sameness import FirstBatch
 from .step.model_sync.samples import SampleCounter, warn_of_unequal
 from .step.model_sync.site_sum import add_up
@@ -720,7 +720,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def _adopt(self, joined: JoinState) -> None:
         """Go on from the state of another site."""
         if joined.noise is not None:
-            self._make_noise().load_state_dict(joined.noise)
+            load_joined("noise", self._make_noise().load_state_dict, joined.noise)
         self._count_earlier_steps(joined.step - self._step)
         self._step = joined.step
         self._comparisons.weights.last = 0

@@ -20,7 +20,7 @@ from ..reduction import GradientReduction
 from ..step.fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
 from ..step.model_sync import sameness
 from ..step.model_sync.batchnorm import SyncedBatchNorms
-from ..step.model_sync.private import shared_part
+from ..step.model_sync.private import is_of_site, shared_part
 from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from ..step.model_sync.samples import SampleCounter
 from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
@@ -539,6 +539,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         tensors, plan = self._agreement.donate()
         plan["groups"] = [
             {name: value for name, value in group.items() if isinstance(value, (bool, int, float, Tensor))}
+            if not is_of_site(group)
+            else {}
             for group in self.optimizer.param_groups
         ]
         return self._join_state(max(self.steps - 1, 0), plan, tensors)

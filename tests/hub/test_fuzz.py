@@ -701,6 +701,24 @@ def test_a_site_that_joins_refuses_what_is_no_state_of_its_model(lie):
         joiner._receive_state()
 
 
+def test_a_site_that_joins_loads_the_state_of_an_optimizer_or_says_that_it_cannot():
+    donor, own = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    optimizers = [torch.optim.Adam(each.parameters()) for each in (donor, own)]
+    donor(torch.ones(1, 3)).sum().backward()
+    optimizers[0].step()
+    joiner, chance, errors = object.__new__(ReplicatedModel), random.Random(0), []
+    joiner._further = {"optimizer": optimizers[1]}
+    joiner._transport = SimpleNamespace(rounds=SimpleNamespace(take_part=lambda: True))
+    for _ in range(300):
+        state = altered_item(optimizers[0].state_dict(), chance)
+        try:
+            joiner._join(JoinState({}, {}, 4, {}, {"optimizer": state}))
+        except DadplugError as error:
+            errors.append(str(error))
+    assert 0 < len(errors) < 300
+    assert all("another site has sent a state of 'optimizer' that cannot be loaded here" in each for each in errors)
+
+
 # Plans of other sites
 
 

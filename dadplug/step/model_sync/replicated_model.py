@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any, Protocol
 
@@ -75,6 +76,25 @@ class JoinState:
         plain = plain and isinstance(self.frozen, dict) and all(type(each) is int for each in self.frozen.values())
         if not (named and plain and 0 <= self.step <= NUMBER):
             raise ValueError("the state of a training has fields of wrong types, or a number of a step out of range")
+
+
+def load_joined(name: str, load: Callable[[Any], object], state: Any) -> None:
+    """Load a part of the state of another site.
+
+    Args:
+        name: what it is of.
+        load: function that loads it.
+        state: the part.
+
+    Raises:
+        MismatchError: if it cannot be loaded.
+    """
+    try:
+        load(state)
+    except Exception as error:
+        raise MismatchError(
+            f"another site has sent a state of {name!r} that cannot be loaded here: {error!r}"
+        ) from error
 
 
 class ReplicatedModel:
@@ -203,7 +223,7 @@ class ReplicatedModel:
             here, there = sorted(self._further), sorted(joined.further)
             raise MismatchError(f"state= names {here}, and at the other sites {there}")
         for name, value in joined.further.items():
-            load_shared_state(self._further[name], value)
+            load_joined(name, partial(load_shared_state, self._further[name]), value)
         self._joined = None
         if not self._transport.rounds.take_part():
             newer = self._receive_state()
