@@ -54,6 +54,9 @@ def is_exact(options: dict, limit: float) -> None:
                 assert off_by(p.grad, expected[name]) < limit, (step, name, off_by(p.grad, expected[name]))
         descend(model)
     assert reduction.first_difference() is None
+    layers = reduction.traffic.layers
+    assert all(layers[name].encode_seconds > 0 for name in divided_layers(reduction))
+    assert all(layers[name].decode_seconds > 0 for name in divided_layers(reduction))
     reduction.detach()
 
 
