@@ -26,7 +26,7 @@ _ATEN = torch.ops.aten
 # Attribute of a gradient: number of the reduction that has synchronized it, and its version then; empty for a cleared
 # placeholder.
 _AGREED = "_dadplug_agreed"
-_FIRST, _GRADIENT = itemgetter(0), attrgetter("lead.grad")
+_FIRST, _GRADIENT, _VERSION = itemgetter(0), attrgetter("lead.grad"), attrgetter("_version")
 _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
 
 
@@ -360,9 +360,9 @@ def version_of(gradient: Tensor | None) -> tuple[int, int]:
 def versions_of(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:
     """Return what `version_of` returns of each gradient."""
     every: list[Any] = [*gradients]
-    try:
-        return [(each._version, each.data_ptr()) for each in every]
-    except (AttributeError, RuntimeError):  # of None, of tensors that are sparse or made in inference mode
+    try:  # without a call of Python for each
+        return [*zip(map(_VERSION, every), map(Tensor.data_ptr, every), strict=True)]
+    except (AttributeError, TypeError, RuntimeError):  # of None, of tensors that are sparse or made in inference mode
         return [*map(version_of, every)]
 
 
