@@ -29,6 +29,24 @@ def test_an_owner_that_is_killed_is_replaced_in_the_same_step(tmp_path, how, los
     assert present[LEAVES] == present[LEAVES + 1] == [ord(name) - ord("a") for name in "abc".replace(lost, "")]
 
 
+@pytest.mark.parametrize("stopped", ["a", "b"])
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_an_owner_that_is_stopped_is_replaced_and_joins_again(tmp_path, stopped, sealed):
+    others, hub = "abc".replace(stopped, ""), sealed_hub(tmp_path) if sealed else "abc"
+    settings = {"mode": "rankdad", "merge": "owner", "exact": True, "site_timeout": 2.0, "pause": 0.03}
+    with Fleet(tmp_path, hub, **settings) as fleet:
+        fleet.start("abc")
+        fleet.await_step(others[0], 2)
+        fleet.freeze(stopped)
+        fleet.hub.await_line(f"{stopped} has left: silent for 2 s", ENDED)
+        fleet.await_more(others[0], 3)
+        fleet.thaw(stopped)
+        fleet.hub.await_line(f"{stopped} joins", ENDED)
+        lines, present = fleet.finish(others + stopped)
+    assert ["abc".index(each) for each in others] in present.values()
+    is_exact(lines)
+
+
 @pytest.mark.parametrize("how", ["header", "late"])
 def test_sealed_messages_to_owners_are_exact(tmp_path, how):
     assert leaves_and_returns(tmp_path, sealed_hub(tmp_path), "b", how=how)[LEAVES] == [0, 2]
