@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import MismatchError
 from ..exchange import Transport
-from ..step.model_sync.private import load_shared_state, shared_state
+from ..step.model_sync.private import load_joined_state, shared_state
 
 
 class TrainerState:
@@ -80,4 +80,4 @@ def _load(part: Any, state: Any) -> None:
         for name, each in part.items() if isinstance(part, dict) else enumerate(part):
             _load(each, state[name])
     elif state is not None:
-        load_shared_state(part, state)
+        load_joined_state(part, state)

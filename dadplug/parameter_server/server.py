@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from ..exchange.status import add_announcer, remove_announcer
 from ..exchange.transport import Gather, PendingSum
 from ..step.methods import Quality, make_method
 from ..step.model_sync.buffers import average_packed, pack_buffers
-from ..step.model_sync.private import load_shared_state, shared_state
-from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
+from ..step.model_sync.private import load_joined_state, shared_state
+from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful, load_joined
 from ..step.model_sync.structure import weak_hook
 from ..support.logs import get_logger
 from ..support.refusals import refuse
@@ -505,10 +506,10 @@ class ParameterServer(ReplicatedModel):
         self._optimizer.follow_fused(state.further["fused"])
         self._gradients.merge(state.plan)
         self._gradients.reference = state.further["reference"]
-        load_shared_state(self._optimizer.optimizer, state.further["optimizer"])
+        load_joined("optimizer", partial(load_joined_state, self._optimizer.optimizer), state.further["optimizer"])
         self._move_to(state.step, state.further["statistics"])
         for name, value in objects.items():
-            load_shared_state(self._further[name], value)
+            load_joined(name, partial(load_joined_state, self._further[name]), value)
         self._earlier, self.phases = state.further["earlier"], state.further["phases"]
         self._log.send(FrameKind.READY)
         while self._log.first is None:

@@ -19,7 +19,14 @@ from dadplug import (
 from dadplug.errors import MismatchError, NonFiniteError
 from dadplug.exchange import codec
 from dadplug.parameter_server import launch_ps_and_workers
-from dadplug.step.model_sync.private import SharedPart, load_shared_state, private_state, shared_state
+from dadplug.step.model_sync.private import (
+    SharedPart,
+    keeping_private,
+    load_joined_state,
+    load_shared_state,
+    private_state,
+    shared_state,
+)
 from dadplug.step.model_sync.sameness import frozen_digests, load_tensors, tensors_of
 
 SITES = 2
@@ -364,6 +371,8 @@ def test_an_optimizer_keeps_its_own_state_of_private_layers():
     names = [name for name, _ in part.whole.named_parameters()]
     assert {names[number] for number in sent["state"]} == {name for name in names if not name.startswith("head.")}
     assert sent["param_groups"][1] == {"params": sent["param_groups"][1]["params"]}
+    with pytest.raises(ValueError, match="the state of Adam has 'all', which belongs to no parameter"):
+        load_joined_state(joiner, sent)
     load_shared_state(joiner, sent)
     assert [group["lr"] for group in joiner.param_groups] == [0.1, 0.02]
     after = private_state(part, [joiner])
@@ -371,6 +380,21 @@ def test_an_optimizer_keeps_its_own_state_of_private_layers():
     torch.testing.assert_close(after, own, rtol=0, atol=0)
     assert shared_state(joiner)["state"].keys() == sent["state"].keys()
     torch.testing.assert_close(shared_state(joiner)["state"], sent["state"], rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_another_site_leaves_settings_of_private_layers_alone():
+    """Also what belongs to no parameter; a private group's rate comes from the file of this site."""
+    model = net(0)
+    part, optimizer = SharedPart(model, ("head.*",)), torch.optim.Adam(groups(model, 0), lr=0.1)
+    optimizer.state["all"] = {"count": 3}
+    kept = private_state(part, [optimizer])
+    optimizer.param_groups[1]["lr"], optimizer.state["all"] = 7.0, {"count": 5}
+    whole = optimizer.state_dict()
+    whole["param_groups"] = [{**group, "lr": 5.0} for group in whole["param_groups"]]
+    with keeping_private(part, [optimizer], lambda: kept):
+        optimizer.load_state_dict(whole)
+    assert [group["lr"] for group in optimizer.param_groups] == [5.0, kept["groups"][0][1]["lr"]]
+    assert optimizer.state["all"] == {"count": 3}
 
 
 def test_checkpoints_that_are_sent_between_sites_are_refused():

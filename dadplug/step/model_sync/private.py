@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -177,6 +177,8 @@ class LocalGradients:
 
 # State of optimizers
 
+_LEFT_OUT = "dadplug_left_out"  # name in a state, with the names of what was left out
+
 
 def _private_entries(holder: Any, state: dict[str, Any]) -> set[int]:
     """Return the numbers of private parameters in the state of an optimizer; none of other objects."""
@@ -193,6 +195,11 @@ def further_entries(holder: Any) -> set[str]:
     return state.keys() - {"state", "param_groups"} if _private_entries(holder, state) else set()
 
 
+def _of_site(entries: dict[Any, Any], private: Container[int]) -> dict[Any, Any]:
+    """Return the entries of an optimizer's state that stay at this site: of private parameters, or of none."""
+    return {key: each for key, each in entries.items() if key in private or not isinstance(key, int)}
+
+
 def is_of_site(group: dict[str, Any]) -> bool:
     """Return whether a parameter group of an optimizer has private parameters alone, and settings of its site."""
     return bool(group["params"]) and all(map(is_private, group["params"]))
@@ -202,12 +209,15 @@ def shared_state(holder: Any) -> dict[str, Any]:
     """Return the state of an object.
 
     Of an optimizer of private parameters it has the entries of the others alone, and no settings of groups that have
-    only private ones. What belongs to no parameter may be of private ones, too, and is left out.
+    only private ones. What belongs to no parameter may be of private ones, too: of that it has the names, and
+    `load_joined_state` refuses it.
     """
     state = {**holder.state_dict()}
     if private := _private_entries(holder, state):
-        entries = {number: each for number, each in state["state"].items() if number not in private}
-        state["state"] = {number: each for number, each in entries.items() if isinstance(number, int)}
+        own = _of_site(state["state"], private)
+        state["state"] = {number: each for number, each in state["state"].items() if number not in own}
+        if names := sorted(str(key) for key in own if not isinstance(key, int)):
+            state[_LEFT_OUT] = names
         groups = zip(holder.param_groups, state["param_groups"], strict=True)
         state["param_groups"] = [{"params": each["params"]} if is_of_site(own) else each for own, each in groups]
     return state
@@ -221,11 +231,31 @@ def load_shared_state(holder: Any, state: dict[str, Any]) -> None:
         state: the state.
     """
     own = holder.state_dict() if hasattr(holder, "param_groups") else {}
+    state = {name: each for name, each in state.items() if name != _LEFT_OUT} if own else state
     if private := _private_entries(holder, own):
-        kept = {number: each for number, each in own["state"].items() if number in private}
+        kept = _of_site(own["state"], private)
         groups = [{**each, **other} for each, other in zip(own["param_groups"], state["param_groups"], strict=True)]
         state = {**state, "state": {**state["state"], **kept}, "param_groups": groups}
     holder.load_state_dict(state)
+
+
+def load_joined_state(holder: Any, state: dict[str, Any]) -> None:
+    """Restore what `shared_state` returned at another site.
+
+    Args:
+        holder: the object.
+        state: the state.
+
+    Raises:
+        ValueError: if something was left out that belongs to no parameter, without which the replicas would differ.
+    """
+    if hasattr(holder, "param_groups") and state.get(_LEFT_OUT):
+        names = ", ".join(map(repr, state[_LEFT_OUT]))
+        raise ValueError(
+            f"the state of {type(holder).__name__} has {names}, which belongs to no parameter, and "
+            "may be of private layers: let the optimizer have shared parameters alone"
+        )
+    load_shared_state(holder, state)
 
 
 # Private layers beside checkpoints that another site may have written
@@ -239,19 +269,21 @@ def _private_tensors(part: nn.Module) -> dict[str, Tensor]:
 
 
 def private_state(part: nn.Module, optimizers: Iterable[Any]) -> dict[str, Any]:
-    """Return a copy of what stays at this site: private tensors by name, and by optimizer the entries of their state.
+    """Return a copy of what stays at this site: private tensors by name, and by optimizer entries and settings.
 
     Args:
         part: the shared part of the model.
         optimizers: the optimizers, in the same order as in `load_private_state`.
     """
-    entries = []
+    entries, groups = [], []
     for holder in optimizers:
         state = holder.state_dict()
         private = _private_entries(holder, state)
-        entries.append({number: each for number, each in state["state"].items() if number in private})
+        entries.append(_of_site(state["state"], private) if private else {})
+        pairs = enumerate(zip(holder.param_groups, state["param_groups"], strict=True)) if private else ()
+        groups.append({number: packed for number, (own, packed) in pairs if is_of_site(own)})
     tensors = {name: each.detach() for name, each in _private_tensors(part).items()}
-    return copy.deepcopy({"tensors": tensors, "optimizers": entries})
+    return copy.deepcopy({"tensors": tensors, "optimizers": entries, "groups": groups})
 
 
 @torch.no_grad()
@@ -266,11 +298,12 @@ def load_private_state(part: nn.Module, optimizers: Iterable[Any], state: dict[s
     for name, tensor in _private_tensors(part).items():
         if name in state["tensors"]:
             tensor.copy_(state["tensors"][name])
-    for holder, entries in zip(optimizers, state["optimizers"], strict=False):
+    for holder, entries, settings in zip(optimizers, state["optimizers"], state["groups"], strict=False):
         whole = holder.state_dict()
-        private = _private_entries(holder, whole)
-        kept = {number: each for number, each in whole["state"].items() if number not in private}
-        holder.load_state_dict({**whole, "state": {**kept, **entries}})
+        own = _of_site(whole["state"], private) if (private := _private_entries(holder, whole)) else {}
+        kept = {number: each for number, each in whole["state"].items() if number not in own}
+        groups = [settings.get(number, group) for number, group in enumerate(whole["param_groups"])]
+        holder.load_state_dict({**whole, "state": {**kept, **entries}, "param_groups": groups})
 
 
 @contextmanager

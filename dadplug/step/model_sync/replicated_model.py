@@ -25,7 +25,7 @@ from ...support.logs import get_logger
 from ..methods import check_allowed
 from ..methods.base import warm_up
 from . import buffers, sameness
-from .private import SharedPart, further_entries, load_shared_state, shared_part, shared_state
+from .private import SharedPart, further_entries, load_joined_state, shared_part, shared_state
 from .structure import ATTACHED, check_elastic, check_model, collection, without_managed
 
 _log = get_logger(__name__)
@@ -223,7 +223,7 @@ class ReplicatedModel:
             here, there = sorted(self._further), sorted(joined.further)
             raise MismatchError(f"state= names {here}, and at the other sites {there}")
         for name, value in joined.further.items():
-            load_joined(name, partial(load_shared_state, self._further[name]), value)
+            load_joined(name, partial(load_joined_state, self._further[name]), value)
         self._joined = None
         if not self._transport.rounds.take_part():
             newer = self._receive_state()
