@@ -157,7 +157,7 @@ class ContributionBucket:
         found: dict[int, list[FactorPayload | None]] = {index: [] for index in self.owned}
         received = self._exchange.wait()
         lacking = self._exchange.missing - self._transport.rounds.absent if self.owned else ()
-        self.faults = {rank: f"{self._transport.sites[rank]} has sent it nothing" for rank in lacking}
+        self.faults = {rank: f"{self._transport.sites[rank]} has sent nothing to this owner" for rank in lacking}
         for sender, payload in enumerate(received if self.owned else ()):
             if sender in self._exchange.missing:
                 count, shares = 0, dict.fromkeys(self.owned)

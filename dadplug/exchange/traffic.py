@@ -44,7 +44,7 @@ class Traffic:
         wait_in_steps: the sum of `wait_seconds` over all steps.
         present: by the name of a unit's weight or parameter, its part in the present step, to be added to.
         shared: further parts, of several units at once: an attribute of `LayerTraffic`, numbers by name, and what they
-            are multiplied by. They are divided when `layers` is read, since that takes a call a unit.
+            are multiplied by. They are added when `layers` is read, which takes a call a unit.
     """
 
     def __init__(self) -> None:

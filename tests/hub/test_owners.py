@@ -57,7 +57,8 @@ def test_a_lie_to_owners_changes_nothing(tmp_path, harm):
     """All sites add up what they have sent to all, once an owner has got something else than the header states."""
     with Fleet(tmp_path, "abc", mode="rankdad", merge="owner", exact=True, steps=12) as fleet:
         lines, present = fleet.train("ab", c={"harm": harm})
-        named = "site 2 (c) has sent it " in fleet.printed("a") + fleet.printed("b")
+        printed = fleet.printed("a") + fleet.printed("b")
+        named = "site 2 (c) has sent " in printed and "to this owner" in printed
     assert set(map(len, present.values())) == {3}
     is_exact(lines)
     assert named == (harm != "nan")

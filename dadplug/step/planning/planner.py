@@ -428,7 +428,8 @@ class Planner:
             factored.reclaim()  # what is compressed is the whole
         sends = send and self.is_complete and self._transport.inside is None  # else those of the site are added up
         sends = sends and unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards
-        if sends := sends and not (unit.sent or self._changing):
+        sends = sends and not (unit.sent or self._changing)
+        if sends:
             assert self._reducer is not None
             self._reducer.arrive(unit)
         elif not self.is_complete and unit not in self._order:

@@ -240,9 +240,11 @@ class OwnerHandler(MergedHandler):
         faults, sites = self._contributions.faults, self.context.transport.sites
         for rank, (count, header) in enumerate(zip(samples, self.context.headers, strict=False)):
             if count > header.samples:
-                faults[rank] = f"{sites[rank]} has sent it {count} samples, and {header.samples} to all"
+                faults[rank] = (
+                    f"{sites[rank]} has sent {count} samples to this owner, and {header.samples} to all sites"
+                )
         for rank in faults.keys() - self._blamed:
-            _log.warning("what this site merges is sent to all sites again, in each step: %s", faults[rank])
+            _log.warning("%s: in such steps all sites send the factors of its layers to all others again", faults[rank])
         self._blamed |= faults.keys()
         self.bucket.launch(int(not faults) if self._spoiler is None else _SPOILT + self._spoiler)
 

@@ -112,11 +112,12 @@ class SummedHandler(BucketHandler):
         same = [*map(is_, map(_GRADIENT, self.units), self._filled)]
         versions = [*map(eq, versions_of(self._filled), self._versions)]
         arrivals = [*map(eq, map(_ARRIVALS, self.units), self._arrivals)]
-        changed = other_samples or not (all(same) and all(versions) and all(arrivals))  # in few steps
         for unit in self.units:
-            unit.dense = changed
-        for unit, *kept in zip(self.units, same, versions, arrivals, strict=True) if changed else ():
-            unit.dense = other_samples or not all(kept)
+            unit.dense = other_samples
+        if not other_samples and all(same) and all(versions) and all(arrivals):  # as in most steps
+            return
+        for unit, *kept in zip(self.units, same, versions, arrivals, strict=True):
+            unit.dense |= not all(kept)
             if unit.dense:
                 context.faults.drop(unit)
                 if context.checks_finite:
@@ -164,7 +165,7 @@ def gradient_matrix(unit: Unit) -> Tensor | None:
 
 
 _SMALL_MB = 0.25  # with fewer bytes, the calls of a bucket take longer than its passes over memory
-_BUCKETS = 32  # with more, their calls take longer than they save, and no more of the exchange is during backward
+_BUCKETS = 32  # at most, about; with more, calls take longer, and no more of the exchange runs during backward
 
 
 @register_handler(GradientPath.ALLREDUCE)
