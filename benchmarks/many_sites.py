@@ -207,7 +207,9 @@ def train_by_class(arguments: argparse.Namespace) -> None:
                     found.append(accuracy(attached.model, sized))
             ms = 1e3 * (time.perf_counter() - begin) / arguments.by_class
             sent: list[int] = [0] * sites
-            dist.all_gather_object(sent, attached.reduction.traffic.total_bytes_sent)
+            dist.all_gather_object(
+                sent, 0 if attached.reduction is None else attached.reduction.traffic.total_bytes_sent
+            )
             attached.detach()
             if rank == 0:
                 row = {"method": method, "seed": seed, "accuracy": statistics.mean(found), "ms": ms}

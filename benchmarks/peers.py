@@ -36,6 +36,8 @@ def of_torch(mode: str, only: str) -> Iterator[tuple[str, str]]:
             if found in ("passed", "failed"):
                 name, _, error = rest.strip().partition(" ")
                 yield f"torch {name}", "" if found == "passed" else error or found
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} has failed")
 
 
 def of_accelerate(mode: str, only: str) -> Iterator[tuple[str, str]]:
@@ -58,14 +60,14 @@ def main() -> None:
     listed = tomllib.loads((FOLDER / "peers.toml").read_text())
     groups = [(peer, *group) for peer, found in listed.items() for group in found.items()]
     reasons = {f"{peer} {name}": why for peer, why, names in groups for name in names}
-    passed, wrong = 0, []
-    for name, error in (*of_torch(arguments.mode, arguments.only), *of_accelerate(arguments.mode, arguments.only)):
-        passed += not error
+    ran = dict((*of_torch(arguments.mode, arguments.only), *of_accelerate(arguments.mode, arguments.only)))
+    wrong = [f"{name} is listed and did not run" for name in reasons if name not in ran and arguments.only in name]
+    for name, error in ran.items():
         if error and name not in reasons:
             wrong.append(f"{name} fails: {error}")
         elif not error and name in reasons:
             wrong.append(f"{name} passes: remove it from peers.toml, where the reason is: {reasons[name]}")
-    print(f"{passed} tests pass, {len(reasons)} are listed as failing")
+    print(f"{[*ran.values()].count('')} of {len(ran)} tests pass")
     sys.exit("\n".join(wrong) or 0)
 
 
