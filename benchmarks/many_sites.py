@@ -41,6 +41,7 @@ from torch import nn
 from workloads import WORKLOADS, loss
 
 from dadplug.data import load_dataset, site_indices
+from dadplug.exchange import Traffic
 from dadplug.models import build_for
 from dadplug.support.processes import free_port
 
@@ -196,7 +197,8 @@ def train_by_class(arguments: argparse.Namespace) -> None:
         for method in arguments.methods.split(","):
             attached = Attached(deepcopy(fresh), method, arguments.rank)
             optimizer = torch.optim.Adam(attached.model.parameters(), lr=1e-3)
-            begin, found = time.perf_counter(), []
+            traffic = Traffic() if attached.reduction is None else attached.reduction.traffic
+            before, begin, found = traffic.total_bytes_sent, time.perf_counter(), []
             rows = batches(sized, rank, sites, 16, seed, "by-class")
             for step, (inputs, labels) in zip(range(1, arguments.by_class + 1), rows, strict=False):
                 optimizer.zero_grad()
@@ -207,9 +209,7 @@ def train_by_class(arguments: argparse.Namespace) -> None:
                     found.append(accuracy(attached.model, sized))
             ms = 1e3 * (time.perf_counter() - begin) / arguments.by_class
             sent: list[int] = [0] * sites
-            dist.all_gather_object(
-                sent, 0 if attached.reduction is None else attached.reduction.traffic.total_bytes_sent
-            )
+            dist.all_gather_object(sent, traffic.total_bytes_sent - before)  # without the set-up
             attached.detach()
             if rank == 0:
                 row = {"method": method, "seed": seed, "accuracy": statistics.mean(found), "ms": ms}
