@@ -198,18 +198,19 @@ def train_by_class(arguments: argparse.Namespace) -> None:
             attached = Attached(deepcopy(fresh), method, arguments.rank)
             optimizer = torch.optim.Adam(attached.model.parameters(), lr=1e-3)
             traffic = Traffic() if attached.reduction is None else attached.reduction.traffic
-            before, begin, found = traffic.total_bytes_sent, time.perf_counter(), []
+            before, begin, found = 0, time.perf_counter(), []
             rows = batches(sized, rank, sites, 16, seed, "by-class")
             for step, (inputs, labels) in zip(range(1, arguments.by_class + 1), rows, strict=False):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(attached.model(inputs), labels).backward()
                 attached.synchronize()
                 optimizer.step()
+                before = before or traffic.total_bytes_sent  # of the first step, in which the link is measured
                 if step > arguments.by_class - LAST:
                     found.append(accuracy(attached.model, sized))
             ms = 1e3 * (time.perf_counter() - begin) / arguments.by_class
             sent: list[int] = [0] * sites
-            dist.all_gather_object(sent, traffic.total_bytes_sent - before)  # without the set-up
+            dist.all_gather_object(sent, traffic.total_bytes_sent - before)
             attached.detach()
             if rank == 0:
                 row = {"method": method, "seed": seed, "accuracy": statistics.mean(found), "ms": ms}
@@ -218,7 +219,7 @@ def train_by_class(arguments: argparse.Namespace) -> None:
 
 def print_accuracies(rows: list[dict]) -> None:
     """Print accuracies, times and bytes by rate and method, the mean over seeds."""
-    print(f"| rate | method | accuracy of the last {LAST} steps | ms a step | MB a site | MB, at most |")
+    print(f"| rate | method | accuracy of the last {LAST} steps | ms a step | MB a site, but for the first step | at most |")
     print("| --- " * 6 + "|")
     for rate, method in dict.fromkeys((row["rate"], row["method"]) for row in rows):
         case = [row for row in rows if (row["rate"], row["method"]) == (rate, method)]
