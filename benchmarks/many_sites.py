@@ -219,7 +219,15 @@ def train_by_class(arguments: argparse.Namespace) -> None:
 
 def print_accuracies(rows: list[dict]) -> None:
     """Print accuracies, times and bytes by rate and method, the mean over seeds."""
-    print(f"| rate | method | accuracy of the last {LAST} steps | ms a step | MB a site, but for the first step | at most |")
+    head = (
+        "rate",
+        "method",
+        f"accuracy of the last {LAST} steps",
+        "ms a step",
+        "MB a site after the first step",
+        "at most",
+    )
+    print(f"| {' | '.join(head)} |")
     print("| --- " * 6 + "|")
     for rate, method in dict.fromkeys((row["rate"], row["method"]) for row in rows):
         case = [row for row in rows if (row["rate"], row["method"]) == (rate, method)]
