@@ -512,10 +512,7 @@ class ParameterServer(ReplicatedModel):
             load_joined(name, partial(load_joined_state, self._further[name]), value)
         self._earlier, self.phases = state.further["earlier"], state.further["phases"]
         self._log.send(FrameKind.READY)
-        while self._log.first is None:
-            self._log.wait(lambda: self._log.first is not None)
-            while (end := self._apply_arrived()) is not None:  # of a phase that this site has not taken part in
-                self._end_phase(end)
+        self._catch_up()
         self._joined = None
 
     # Checkpoints
@@ -544,6 +541,18 @@ class ParameterServer(ReplicatedModel):
     def _own_state(self) -> dict[str, Any]:
         state = {"dropped": self.dropped, "method": self._method.state_dict(), "codec": self._codec.state_dict()}
         return state | self._shared_state()
+
+    def _catch_up(self) -> None:
+        """Apply what is committed until the sequencer answers that this site takes part, and all that came before that.
+
+        The sequencer refuses a contribution that is computed at an earlier version than that of its answer.
+        """
+        answered = False
+        while not answered:
+            self._log.wait(lambda: self._log.first is not None)
+            answered = self._log.first is not None  # it may come while entries are applied, behind further ones
+            while (end := self._apply_arrived()) is not None:  # of a phase that this site has not taken part in
+                self._end_phase(end)
 
     def _shared_state(self) -> dict[str, Any]:
         statistics = {} if self._norms is None else self._norms.state_dict()

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import support
@@ -493,3 +494,18 @@ def test_after_the_loss_of_site_0_all_start_again_from_the_last_checkpoint(tmp_p
     assert first[:2] == ("", 1)
     kept = torch.load(tmp_path / "checkpoint0.pt", weights_only=False)
     assert (kept["phases"], kept["server"]["version"]) == (3, first[2][1])  # versions go on from the checkpoint's
+
+
+def test_a_returning_site_applies_all_that_precedes_the_answer():
+    """The answer comes while an entry is applied, behind another one: a contribution would be of an old version."""
+    log, applied = SimpleNamespace(first=None, commits=["first"]), []
+
+    def apply_arrived() -> None:
+        taken, log.commits = log.commits, []
+        applied.extend(taken)
+        if taken == ["first"]:
+            log.commits, log.first = ["second"], 4
+
+    log.wait = lambda until: None
+    dadplug.ParameterServer._catch_up(SimpleNamespace(_log=log, _apply_arrived=apply_arrived))
+    assert applied == ["first", "second"]
