@@ -169,6 +169,18 @@ def test_from_three_sites_on_owners_merge_and_have_room_for_the_chosen_rank() ->
 
 
 @support.at_sites(3)
+def test_the_link_of_the_busiest_owner_counts() -> None:
+    """An owner sends its result to all others: a layer with an owner takes as long as if all had merged it."""
+    reduction = dadplug.GradientReduction(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)))
+    train(reduction, 3, None)
+    larger = smaller = 8 * (64 + 256)
+    larger += 256  # its bias
+    smaller += 64
+    assert reduction._planner.busiest_share == pytest.approx(2 * larger / (larger + smaller))
+    reduction.detach()
+
+
+@support.at_sites(3)
 def test_a_program_can_raise_the_rank_again_at_one_site_where_owners_merge() -> None:
     reduction = dadplug.GradientReduction(net())
     train(reduction, 10, 1e-4)

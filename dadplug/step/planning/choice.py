@@ -98,6 +98,9 @@ class _Plans(Protocol):
     @property
     def has_owners(self) -> bool: ...
 
+    @property
+    def busiest_share(self) -> float: ...
+
     def plan_anew(self) -> None: ...
 
 
@@ -231,14 +234,14 @@ class RankChoice:
         self._planner.plan_anew()  # whose messages have room for so many
 
     def _bytes(self, rank: int) -> float:
-        """Return the bytes that a site sends with a rank to each of the others, on average, beside biases."""
+        """Return the bytes on the busiest site's link with a rank, for each of the others, beside biases."""
         total = 0.0
         for unit in self._planner.units:
             if isinstance(unit, FactorUnit) and unit.path == GradientPath.LOWRANK:
                 wire = wire_format(self._choice.wire, unit.lead.dtype)
                 rows = self._method.rank_of(rank, *unit.widths)
                 total += rows * sum(map(wire.row_size, unit.widths)) * wire.itemsize
-        return 2 * total / self._transport.world_size if self._planner.has_owners else total
+        return total * self._planner.busiest_share
 
     def _measure(self, size: int, rounds: int = 3) -> float:
         """Measure the link with messages of some size; return seconds for each byte sent to every other site."""

@@ -215,6 +215,13 @@ class Merging:
         divided = predict_seconds(layers, owners, sites, self.link, wire.itemsize)[1]
         return min((to_all + _MARGIN, {}), (to_owner, whole), (divided, owners), key=lambda choice: choice[0])[1]
 
+    def busiest_share(self, units: Sequence[Unit]) -> float:
+        """Return the numbers on the link of the busiest site in a step, as a share of those where all sites merge."""
+        owners, layers = self.owners(units), self._layers(units)
+        if not owners:
+            return 1.0
+        return sum(busiest_numbers(layers, owners, self.sites)) / (self.sites - 1) / sum(each.size for each in layers)
+
     def _layers(self, units: Sequence[Unit]) -> list[OwnedLayer]:
         """Return the layers that can have an owner: those whose gradients are compressed."""
         found = []

@@ -374,6 +374,11 @@ class Planner:
         return bool(self._merging.owners(self.units))
 
     @property
+    def busiest_share(self) -> float:
+        """Numbers on the link of the busiest site in a step, as a share of those where all sites merge."""
+        return self._merging.busiest_share(self.units)
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether a plan that is not complete has gradients of which no backward pass has informed it."""
         held = (unit.has_gradient or (isinstance(unit, FactorUnit) and unit.rows > 0) for unit in self.units)
