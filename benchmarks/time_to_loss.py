@@ -9,8 +9,8 @@
 A step that takes a tenth of DDP's time is not ten times faster if twice as many are needed. So each method trains, from
 the same weights on the same batches, until its held-out loss is what DDP's is after --steps steps (means over seeds,
 straight lines between evaluations every --every steps), for --most times as many steps at most. Times are that number
-of steps times the median time of a step at the rate: no evaluation is counted. A median of local steps is over whole
-intervals between agreements. All methods multiply by MKL, unless a name asks for oneDNN (benchmarks/libraries.py).
+of steps times the median time of a step at the rate: no evaluation is counted. The median is over intervals of 16
+steps, where these are short. All methods multiply by MKL, unless a name asks for oneDNN (benchmarks/libraries.py).
 
 Models: `bytes`, the small transformer of benchmarks/fine_tuning.py, and `bert`, a transformer of BERT-base's size; both
 are trained on the bytes of the documentation (--pretraining) and fine-tuned on those of the sources. Where a step would
@@ -51,6 +51,7 @@ METHODS = (
 )
 TRAINING, FINE_TUNING, FROM_SCRATCH = 2e-3, 5e-4, 1e-4  # learning rates of Adam
 WARM_UP = 3
+INTERVAL, FAST = 16, 0.3  # steps that are timed together where one is expected to take fewer seconds
 SETTLE = 40  # steps after which a rank that follows the link has been chosen
 
 
@@ -99,7 +100,9 @@ def time_steps(way: Way, data: Tensor, arguments: argparse.Namespace) -> dict[st
             reshape(rate)
             for _ in range(SETTLE if "rank=auto" in arguments.methods and arguments.model == "bytes" else 0):
                 take_step(way, *batch)
-        measured = step_time.time_steps(partial(take_step, way, *batch), 15, arguments.seconds, 3, way.every)
+        # Sites that wait for one another in turn over a long link have long and short steps.
+        interval = max(way.every, INTERVAL if expected < FAST else 1)
+        measured = step_time.time_steps(partial(take_step, way, *batch), 15, arguments.seconds, 3, interval)
         found[rate] = {"seconds": measured.seconds, "bytes": measured.nbytes, "predicted": False}
     if not arguments.loopback:
         reshape("none")

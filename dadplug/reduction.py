@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -375,7 +376,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             except SiteError as error:  # of another site or the network, so that a traceback of dadplug would not help
                 _log.debug("the step has failed", exc_info=error)
                 raise error.with_traceback(None) from None
-        self._planner.choose(self._step)
         for function in tuple(self.after_step):
             function()
 
@@ -418,6 +418,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     batch=batch,
                     deferral=None if wish else deferral,  # estimates read the gradients
                     counts=self._by_samples or self._counter.dealt is not None or self.options.privacy is not None,
+                    before_end=partial(planner.review, self._step + 1),
                 )
             )
             if self.site_rank not in self._transport.rounds.absent:
@@ -508,6 +509,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._transport.rounds.grow()
             self.world_size = self._transport.world_size
             self._planner.grow()
+        self._planner.follow_choice()
 
     def idle(self, *, stop: bool = False) -> None:
         """Take part in a step without data: contribute nothing, and get the agreed gradients.

@@ -6,6 +6,7 @@ Run as ``elastic_site.py CASE``, where the case is JSON, see `Case`. Writes a li
 import contextlib
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ from dadplug.hub.site.link import HubLink
 from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.wire.messages import Kind, SendState
 from dadplug.hub.wire.streams import KeptFrames
-from dadplug.step.planning import planner
+from dadplug.step.planning import choice, planner
 from dadplug.step.planning.merging import LinkCosts
 from dadplug.step.reducer.handler import StepHeader
 
@@ -94,6 +95,8 @@ class Case:
         exact: whether the model is in double precision, with layers that are large enough to be compressed; the lines
             have gradients then.
         rank: option of the reduction then; the default leaves nothing out.
+        by_byte: seconds that a byte takes where the rank is chosen, and sites wait for them; 0 for no choice, since the
+            measured time of a step may differ.
         begins: `start_sites` and `start_after` of the connection; empty for all sites.
         shows: whether the lines have the parameters.
         reports: loss that the site reports at the end; None for no report.
@@ -141,7 +144,8 @@ class Case:
     harm: str = ""
     merge: str = "all"
     exact: bool = False
-    rank: int = 18
+    rank: int | str = 18
+    by_byte: float = 0.0
     begins: list[float] = field(default_factory=list)
     shows: bool = False
     reports: float | None = None
@@ -368,6 +372,22 @@ def be_late(case: Case, model: nn.Module, current: Callable[[], int]) -> None:
         ElasticRounds.close = closing
 
 
+def choose_by(by_byte: float) -> None:
+    """Let the choice of the rank find a link, and waiting that follows from the present rank."""
+    review = choice.RankChoice.review
+    if not by_byte:
+        choice._WAIT = math.inf
+        return
+
+    def reviewed(chosen: choice.RankChoice, step: int) -> None:
+        wait = by_byte * 400 * chosen._present
+        chosen._times.extend([(0.03 + wait, wait)] * choice._WINDOW)
+        review(chosen, step)
+
+    choice.RankChoice.review = reviewed
+    choice.RankChoice._measure = lambda *_, **__: by_byte
+
+
 def refuses_what_needs_all_sites() -> None:
     """Check that what resumes with all sites is refused, before anything is sent."""
     statistics = dadplug.Accumulator()
@@ -426,6 +446,8 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
     line["extent"] = reduction._planner._reducer.extent
     if case.shows:
         line["parameters"] = values.tolist()
+    if case.by_byte:
+        line["rank"] = reduction.max_rank
     if case.exact:
         line["bytes"] = sum(row.bytes for row in reduction.plan), reduction.traffic.bytes_sent
         line["measured"] = reduction._planner._link is not None
@@ -454,6 +476,7 @@ def connect(case: Case) -> None:
 
 def train(case: Case) -> None:
     connect(case)
+    choose_by(case.by_byte)
     if case.link:
         planner.measure_link = lambda rounds: LinkCosts(*case.link)
     model = make_model(case.exact)

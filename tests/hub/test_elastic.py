@@ -80,6 +80,27 @@ def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, n
     same_bits(first, idles(tmp_path / "idle", names, present, mode=mode, link=LINK))
 
 
+@pytest.mark.parametrize("late", ["wait", "skip"])
+def test_sites_that_join_or_are_late_go_on_with_the_rank_that_the_others_have_chosen(tmp_path, late):
+    chooses = {"mode": "rankdad", "exact": True, "rank": "auto", "merge": "auto", "by_byte": 1e-4, "link": LINK}
+    with Fleet(tmp_path, "abc", pause=0.05, late=late, **chooses) as fleet:
+        fleet.start("ab")
+        fleet.start("c", other=str(tmp_path / "a"), late_steps=[6] if late == "skip" else [])  # until they have chosen
+        fleet.await_step("a", 10)
+        fleet.processes["b"].kill()
+        fleet.end("b", -9)
+        fleet.await_more("a", 3)
+        fleet.start("b")
+        fleet.hub.await_line("b joins", ENDED)
+        fleet.await_step("a", 26)
+        lines, present = fleet.finish("abc")
+    assert [lines[step]["rank"] for step in (0, 6, 7, max(lines))] == [8, 8, 4, 4]
+    joined = fleet.lines("b")
+    assert {joined[step]["rank"] for step in range(10, max(joined) + 1) if step in joined} == {4}
+    assert lines[9]["bytes"][1] < 0.7 * lines[6]["bytes"][1]
+    assert (2 in present[7]) == (late == "wait")
+
+
 def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
     """A site is killed, and its new process gets model, optimizer and step; then it is stopped, and joins again."""
     with Fleet(tmp_path, "ab", mode="rankdad", site_timeout=5.0, pause=0.03, wraps=True) as fleet:

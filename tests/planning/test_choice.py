@@ -12,6 +12,7 @@ from torch import nn
 
 import dadplug
 from dadplug.errors import MismatchError
+from dadplug.exchange.rounds import Rounds
 from dadplug.options import Options
 from dadplug.step.planning import choice
 from dadplug.step.planning.choice import RankChoice, best_rank
@@ -244,13 +245,17 @@ def test_reports_out_of_range_name_their_site() -> None:
     class Planner:
         has_owners, units = False, ()
 
-    sites = SimpleNamespace(world_size=2, sites=["site 0 (a)", "site 1 (b)"], traffic=SimpleNamespace(bytes_sent=1))
+    sites = SimpleNamespace(
+        world_size=2, sites=["site 0 (a)", "site 1 (b)"], traffic=SimpleNamespace(bytes_sent=1), rounds=Rounds(2)
+    )
     chosen = RankChoice(Method(), Options(), sites, Planner())
-    for place, value in ((0, math.nan), (1, -1.0), (5, 0.0), (5, 1e9), (5, math.inf)):
+    for place, value in ((0, math.nan), (1, -1.0), (5, 0.0), (5, 1e9), (5, math.inf), (3, "no"), (10, None)):
 
         def gather(numbers, place=place, value=value):
-            return [[*numbers], [*numbers[:place], value, *numbers[place + 1 :]]]
+            others = [*numbers]
+            others[place : place + 1] = [] if value is None else [value]
+            return {0: numbers, 1: tuple(others)}
 
-        chosen._gather = gather
+        sites.gather_present = gather
         with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid report on its steps"):
-            chosen._review()
+            chosen._compare()

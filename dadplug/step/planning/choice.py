@@ -1,7 +1,7 @@
 """Choice of the number of components that rankdad sends, from the measured time of a step and of its exchange.
 
 A step with fewer components waits less for a slow link, and more steps are needed. Sites report every few steps how
-long a step takes and how long they wait in it. All conclude the same from all reports.
+long a step takes and how long they wait in it. All conclude the same from the reports of the sites that are present.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from ...exchange import Transport
-from ...exchange.fields import invalid
+from ...exchange.fields import checked, invalid
 from ...exchange.wire import wire_format
 from ...options import AUTO, Options
 from ...support.logs import get_logger
@@ -130,15 +128,17 @@ class RankChoice:
         self._planner = planner
         self._times: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._ended = 0.0  # when the last step ended
+        self._apart = 0.0  # seconds of the present step in which sites compare their reports
         self._last = _Last()
         self.given = False
         self._is_given = False  # at some site
+        self._next: int | None = None  # rank of a new plan, which follows this step
         wire = options.wire_of(GradientPath.LOWRANK)
         self._choice = Choice(options.largest_rank, wire, "all", transport.world_size)
 
     @classmethod
     def of(cls, method: Method, options: Options, transport: Transport, planner: _Plans) -> RankChoice | None:
-        """Make the choice of a reduction; None where the rank is given, where sites may leave, and for one site.
+        """Make the choice of a reduction; None where the rank is given, and for one site that stays alone.
 
         Args:
             method: the method.
@@ -146,50 +146,67 @@ class RankChoice:
             transport: the transport.
             planner: the planner.
         """
-        given = options.rank != AUTO or options.budget is not None or options.min_sites is not None
-        if options.mode != "rankdad" or given or transport.world_size == 1:
+        given = options.rank != AUTO or options.budget is not None
+        if options.mode != "rankdad" or given or (transport.world_size == 1 and not transport.rounds.elastic):
             return None
         return cls(method, options, transport, planner)
 
     @property
     def choice(self) -> Choice:
         """The present choice."""
-        return replace(self._choice, merge="owner" if self._planner.has_owners else "all")
+        merge, sites = "owner" if self._planner.has_owners else "all", self._transport.world_size
+        return replace(self._choice, merge=merge, sites=sites)
 
-    def end_step(self, step: int) -> None:
-        """Record the time of a step; choose anew where it is time for it. All sites call it in the same steps.
+    def review(self, step: int) -> None:
+        """Choose anew in a step where it is time for it; all sites call it in the same steps, before these end.
 
         Args:
-            step: number of steps that are over.
+            step: number of steps that are over with this one.
         """
-        now, traffic = time.perf_counter(), self._transport.traffic
-        if self._ended:
-            self._times.append((now - self._ended, traffic.wait_seconds))
         if step % _EVERY == _FIRST and not self._is_given:
-            with traffic.apart():
-                self._review()
-            now = time.perf_counter()
-        self._ended = now
+            begin = time.perf_counter()
+            with self._transport.traffic.apart():
+                self._compare()
+            self._apart = time.perf_counter() - begin
 
-    def _review(self) -> None:
-        """Compare the reports of all sites with those at the last choice."""
+    def end_step(self) -> None:
+        """Record the time of a step, and make a new plan if another rank was chosen in it."""
+        if self._ended:
+            seconds = time.perf_counter() - self._ended - self._apart
+            self._times.append((seconds, self._transport.traffic.wait_seconds))
+        if self._next is not None:
+            if not self._is_given:
+                self._method.max_rank = self._method.largest_rank = self._next
+            self._planner.plan_anew()  # whose messages have room for so many
+        self._next, self._apart, self._ended = None, 0.0, time.perf_counter()
+
+    def _compare(self) -> None:
+        """Compare the reports of all sites that are present with those at the last choice."""
         seconds, waits = zip(*self._times, strict=True) if self._times else ((0.0,), (0.0,))
         sent = self._transport.traffic.bytes_sent
-        present = self._present
-        own = [statistics.median(seconds), statistics.median(waits), sent, self.given, len(self._times), present]
-        reports = self._gather([*own, *self._last])
-        for site, report in enumerate(reports):
+        given = float(self.given)
+        own = [statistics.median(seconds), statistics.median(waits), sent, given, len(self._times), self._present]
+        reports = []
+        for rank, report in self._gather([*own, *self._last]).items():
             most = math.inf if report[3] else self._options.largest_rank
-            if not (all(each >= 0 for each in report) and 1 <= report[5] <= most and math.isfinite(report[5])):
-                raise invalid("report on its steps", self._transport.sites[site], f"it holds {report}")
-        self._is_given = any(report[3] for report in reports)
-        rank, self._last = max(int(report[5]) for report in reports), _Last(*reports[0][len(own) :])
+            if all(each >= 0 for each in report) and 1 <= report[5] <= most and math.isfinite(report[5]):
+                reports.append(report)
+            else:
+                error = invalid("report on its steps", self._transport.sites[rank], f"it holds {report}")
+                self._transport.rounds.leave_out(rank, error)
+        if reports:
+            self._conclude(reports)
+
+    def _conclude(self, reports: Sequence[Sequence[float]]) -> None:
+        """Choose by the reports of the sites that are present, in the order of ranks."""
+        self._is_given |= any(report[3] for report in reports)
+        rank, self._last = max(int(report[5]) for report in reports), _Last(*reports[0][6:])
         if self._is_given:
             if self._method.largest_rank < self._options.largest_rank:  # owners have room for what a program sets
-                self._planner.plan_anew()
+                self._next = self._options.largest_rank
         elif {rank} != {self._method.largest_rank, *(report[5] for report in reports)}:
             self._set(rank)  # some site has loaded another state
-        elif min(report[4] for report in reports) >= _LEAST:
+        elif len(reports) > 1 and min(report[4] for report in reports) >= _LEAST:
             step, wait = max(report[0] for report in reports), min(report[1] for report in reports)
             last, first = self._last, bool(self._last.begins)
             if first or _moved((last.step, last.wait), (step, wait)) or self._is_faster():
@@ -229,9 +246,7 @@ class RankChoice:
 
     def _set(self, rank: int) -> None:
         self._last = self._last._replace(begins=1.0)  # the next report shows the cost of the new rank
-        self._method.max_rank = self._method.largest_rank = rank
-        self._choice = replace(self._choice, rank=rank)
-        self._planner.plan_anew()  # whose messages have room for so many
+        self._next, self._choice = rank, replace(self._choice, rank=rank)
 
     def _bytes(self, rank: int) -> float:
         """Return the bytes on the busiest site's link with a rank, for each of the others, beside biases."""
@@ -247,13 +262,13 @@ class RankChoice:
         """Measure the link with messages of some size; return seconds for each byte sent to every other site."""
         latency = gather_seconds(self._transport, 16, rounds)
         own = max(0.0, gather_seconds(self._transport, size, rounds) - latency) / (4 * size)
-        return max(_LEAST_SECONDS, *(report[0] for report in self._gather([own])))
+        return max([_LEAST_SECONDS, *(report[0] for report in self._gather([own]).values())])
 
-    def _gather(self, numbers: list[float]) -> list[list[float]]:
-        gather = self._transport.gather([len(numbers)] * self._transport.world_size, torch.float32, once=True)
-        gather.payload.copy_(torch.tensor(numbers))
-        gather.launch()
-        return [part.tolist() for part in gather.wait()]
+    def _gather(self, numbers: list[float]) -> dict[int, list[float]]:
+        """Gather numbers of the sites that are present, by rank, in ascending order."""
+        kind = tuple[(float,) * len(numbers)]
+        found = checked(self._transport.gather_present((*numbers,)), kind, "report on its steps", self._transport)
+        return {rank: [*report] for rank, report in found.items()}
 
     @property
     def room(self) -> int:
@@ -267,6 +282,35 @@ class RankChoice:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, after the method's rank, for which the next plan has room."""
         self._last, self.given = _Last(*state.get("times", ())), state.get("given", False)
+        self._show()
+
+    def shared_state(self) -> tuple[float, ...]:
+        """Return what a site that joins needs, see `adopt`: the rank, whether a program has given it, and the times."""
+        return (float(self._present), float(self._is_given), *self._last)
+
+    def adopt(self, state: tuple[float, ...]) -> None:
+        """Go on from the choice of the other sites; their next plan has room for it.
+
+        Args:
+            state: what `shared_state` has returned at one of them.
+
+        Raises:
+            MismatchError: if it is that of no site.
+        """
+        if len(state) != len(self.shared_state()):
+            raise invalid("plan", "another site", f"its choice of the rank has {len(state)} numbers")
+        rank, given, *times = state
+        self._is_given, self._last = bool(given), _Last(*times)
+        if not given:
+            if not 1 <= rank <= self._options.largest_rank:
+                raise invalid("plan", "another site", f"its rank is {rank}")
+            self._method.max_rank = self._method.largest_rank = int(rank)
+        self._next = None
+        self._times.clear()
+        self._show()
+
+    def _show(self) -> None:
+        """Let the choice show what has been restored."""
         step, wait, *_ = self._last
         share = wait / step if step else 0.0
         self._choice = replace(self._choice, rank=self._present, rate=None, seconds=step or None, waiting=share)

@@ -238,6 +238,7 @@ class PlanState:
         planned_for: samples of the site that had most in the first step.
         off_plan: steps in succession with batches of another size.
         extent: size of the agreed gradients of the last steps, see `HandlerContext`.
+        choice: state of the choice of the rank, see `RankChoice.shared_state`; empty without one.
         layout: room in the buckets, by handler and slot.
     """
 
@@ -250,6 +251,7 @@ class PlanState:
     planned_for: int
     off_plan: int
     extent: float
+    choice: tuple[float, ...]
     layout: Layout
 
     def check(self, sites: int) -> None:
@@ -264,6 +266,8 @@ class PlanState:
         check_all("plan", "another site", numbers, 0, COUNT)
         if not 0 <= self.extent < math.inf:
             raise invalid("plan", "another site", f"its gradients have the size {self.extent}")
+        if not all(each >= 0 for each in self.choice):
+            raise invalid("plan", "another site", f"its choice of the rank holds {self.choice}")
 
 
 _OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
@@ -563,14 +567,19 @@ class Planner:
         """Forget the step that is over."""
         begin_step(self.units)
 
-    def choose(self, step: int) -> None:
-        """Choose the rank where it is time for it; all sites call it after the same steps.
+    def review(self, step: int) -> None:
+        """Choose the rank where it is time for it; all sites call it in the same steps, before these end.
 
         Args:
-            step: number of steps that are over.
+            step: number of steps that are over with this one.
         """
         if self.choice is not None:
-            self.choice.end_step(step)
+            self.choice.review(step)
+
+    def follow_choice(self) -> None:
+        """Make a new plan if another rank was chosen in the step that is over."""
+        if self.choice is not None:
+            self.choice.end_step()
 
     def follow_sizes(self, batches: Sequence[int]) -> None:
         """Make a new plan, where the method chooses by sizes, once batches have had another size for some steps.
@@ -601,12 +610,15 @@ class Planner:
             planned_for=self._planned_for,
             off_plan=self._off_plan,
             extent=self._reducer.extent,
+            choice=() if self.choice is None else self.choice.shared_state(),
             layout=self._reducer.layout(),
         )
 
     def adopt(self, state: PlanState) -> None:
         """Make the plan that other sites have; raise MismatchError if this site's model leads to another one."""
         PlanState.check(state, self._transport.world_size)
+        if self.choice is not None:
+            self.choice.adopt(state.choice)
         self.release(discard=True)
         self._follow(state)
 

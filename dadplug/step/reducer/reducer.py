@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import MismatchError
+from ...errors import DroppedError, MismatchError
 from ...exchange import Transport
 from ...exchange.factor_buckets import extent
 from ...exchange.summed_buckets import AllReducedBucket
@@ -99,6 +99,7 @@ class StepRequest:
         batch: as in `StepHeader`.
         deferral: which weights' gradients may stay products, if all sites say so; takes these products.
         counts: whether samples are counted; otherwise a site has 0 or 1.
+        before_end: called when the gradients are agreed, for further exchanges in the rounds of this step.
     """
 
     step: int
@@ -111,6 +112,7 @@ class StepRequest:
     batch: int = 0
     deferral: Deferral | None = None
     counts: bool = True
+    before_end: Callable[[], None] | None = None
 
 
 class Reducer:
@@ -281,6 +283,9 @@ class Reducer:
             context.follow(headers, context.transport.rank)
         self._launched = 0
         self._deal()
+        if request.before_end is not None:
+            with suppress(DroppedError):  # then this site gets what it needs with the state of another one
+                request.before_end()
         context.transport.rounds.end_step()
         context.complete_payloads.clear()
         context.faults.clear()
