@@ -45,8 +45,8 @@ from dadplug.exchange import Traffic
 from dadplug.models import build_for
 from dadplug.support.processes import free_port
 
-METHODS = "alone,rankdad,rankdad:merge=owner,powersgd"
-DIGITS_METHODS = "rankdad,rankdad:merge=owner"
+METHODS = "alone,rankdad:merge=all,rankdad:merge=owner,powersgd"
+DIGITS_METHODS = "rankdad:merge=all,rankdad:merge=owner"
 WARM_UP = 5
 LAST = 10  # steps whose accuracies are averaged
 

@@ -38,9 +38,9 @@ def predict(method: str, sites: int) -> tuple[float, float, int]:
         return small + ring * dense * BYTES, 0.0, 2 * (sites - 1)
     if method == "dad":
         return small + (sites - 1) * BATCH * sides * BYTES, sites * BATCH * dense, 2 * (sites - 1)
-    if method == "rankdad":
+    if method == "rankdad:merge=all":
         return small + (sites - 1) * RANK * sides * BYTES, sites * RANK * dense, 2 * (sites - 1)
-    if method == "rankdad:merge=owner":
+    if method.startswith("rankdad"):  # by default owners merge from three sites on; with two the bytes are the same
         from dadplug.step.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
 
         layers = [OwnedLayer(str(shape), *shape, 0, RANK) for shape in LAYERS]
@@ -86,7 +86,7 @@ def site(methods: str, steps: int, file: str) -> None:
 def main() -> None:
     parser = parser_of(
         __doc__,
-        methods="dsgd,dad,rankdad,rankdad:merge=owner,powersgd",
+        methods="dsgd,dad,rankdad,rankdad:merge=all,powersgd",
         sites="2,4,8",
         predict="64,1024",
         steps=15,

@@ -453,7 +453,7 @@ def count(target):
 
 def test_sites_count_steps_until_an_accuracy_or_the_limit():
     rows, nothing = support.sites(2).run(count, 1.0)
-    assert [row["method"] for row in rows] == ["rankdad", "rankdad:merge=owner"]
+    assert [row["method"] for row in rows] == ["rankdad:merge=all", "rankdad:merge=owner"]
     assert all(row["steps"] == 0 and 0 < row["best"] < 1 for row in rows)
     assert not nothing
 
