@@ -372,20 +372,22 @@ def be_late(case: Case, model: nn.Module, current: Callable[[], int]) -> None:
         ElasticRounds.close = closing
 
 
-def choose_by(by_byte: float) -> None:
-    """Let the choice of the rank find a link, and waiting that follows from the present rank."""
+def plan_by(case: Case) -> None:
+    """Let the plan, and the choice of the rank, find links of the case and the waiting that follows from the rank."""
     review = choice.RankChoice.review
-    if not by_byte:
+    if case.link:
+        planner.measure_link = lambda rounds: LinkCosts(*case.link)
+    if not case.by_byte:
         choice._WAIT = math.inf
         return
 
     def reviewed(chosen: choice.RankChoice, step: int) -> None:
-        wait = by_byte * 400 * chosen._present
+        wait = case.by_byte * 400 * chosen._present
         chosen._times.extend([(0.03 + wait, wait)] * choice._WINDOW)
         review(chosen, step)
 
     choice.RankChoice.review = reviewed
-    choice.RankChoice._measure = lambda *_, **__: by_byte
+    choice.RankChoice._measure = lambda *_, **__: case.by_byte
 
 
 def refuses_what_needs_all_sites() -> None:
@@ -476,9 +478,7 @@ def connect(case: Case) -> None:
 
 def train(case: Case) -> None:
     connect(case)
-    choose_by(case.by_byte)
-    if case.link:
-        planner.measure_link = lambda rounds: LinkCosts(*case.link)
+    plan_by(case)
     model = make_model(case.exact)
     if case.how in ("joins", "restores"):
         die_inside(case, lambda: 0)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import GenericAlias
 from typing import Any, NamedTuple, Protocol
 
 from ...exchange import Transport
@@ -266,7 +267,7 @@ class RankChoice:
 
     def _gather(self, numbers: list[float]) -> dict[int, list[float]]:
         """Gather numbers of the sites that are present, by rank, in ascending order."""
-        kind = tuple[(float,) * len(numbers)]
+        kind = GenericAlias(tuple, (float,) * len(numbers))
         found = checked(self._transport.gather_present((*numbers,)), kind, "report on its steps", self._transport)
         return {rank: [*report] for rank, report in found.items()}
 

@@ -283,16 +283,20 @@ class Reducer:
             context.follow(headers, context.transport.rank)
         self._launched = 0
         self._deal()
-        if request.before_end is not None:
-            with suppress(DroppedError):  # then this site gets what it needs with the state of another one
-                request.before_end()
-        context.transport.rounds.end_step()
+        self._end_rounds(request)
         context.complete_payloads.clear()
         context.faults.clear()
         self._raise_faults(headers, request.step, attached)
         if request.admits and not any(map(_SAMPLES, headers)):  # not in an exchange that ends a plan
             self._write_zeros(headers)
         return headers
+
+    def _end_rounds(self, request: StepRequest) -> None:
+        """End the rounds of a step, after the exchanges that belong to it besides those of the gradients."""
+        if request.before_end is not None:
+            with suppress(DroppedError):  # then this site gets what it needs with the state of another one
+                request.before_end()
+        self._context.transport.rounds.end_step()
 
     def _raise_faults(self, headers: Sequence[StepHeader], step: int, attached: Sequence[str]) -> None:
         """Follow the norms that the headers state, and raise the error of a fault in one of them."""
