@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,12 @@ class Case:
     def wait_for(self, name: str) -> None:
         until(Path(self.folder).with_name(name).exists, lambda: name, SECONDS)
 
+    def wait_briefly(self, name: str) -> None:
+        """Wait for a file for half a second at most."""
+        begin = time.monotonic()
+        while not Path(self.folder).with_name(name).exists() and time.monotonic() < begin + 0.5:
+            time.sleep(0.01)
+
 
 def samples(first: int, last: int) -> TensorDataset:
     """Return samples, each of which names itself."""
@@ -141,3 +148,5 @@ class Steps:
                 case.wait_for(f"works{rank}")
             if case.rank == 2 - case.lost // 2:  # not the one whose state is taken
                 case.wait_for("working")
+        elif epoch == 1 and number > 1 and not (case.ends or case.back):
+            case.wait_briefly("working")  # until what the other one has sent is known, it does not keep this one back
