@@ -140,8 +140,9 @@ class AllReducedBucket(SummedBucket):
         self._reduction = self._transport.all_reduce(self._flat)
 
     def wait(self, shares: Sequence[float] = ()) -> Sequence[Tensor]:
-        assert self._reduction is not None
-        self._reduction.wait()
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None:
+            reduction.wait()
         return self._parts
 
 
@@ -154,10 +155,11 @@ class GatheredBucket(SummedBucket):
         sizes: number of elements of each gradient.
         transport: the transport.
         dtype: type on the wire.
+        once: whether it takes place once.
     """
 
-    def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> None:
-        self._gather = transport.gather([sum(sizes)] * transport.world_size, dtype)
+    def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype, once: bool = False) -> None:
+        self._gather = transport.gather([sum(sizes)] * transport.world_size, dtype, once=once)
         super().__init__(self._gather.payload, sizes)
         wide = torch.promote_types(dtype, torch.float32)
         self._total = None if wide == dtype else torch.empty(sum(sizes), dtype=wide, device=transport.device)

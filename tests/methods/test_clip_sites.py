@@ -18,6 +18,7 @@ from dadplug.exchange.owned_buckets import ContributionBucket
 from dadplug.exchange.rounds import Outsized
 from dadplug.exchange.summed_buckets import SparseBucket, SummedBucket
 from dadplug.step.reducer.clipping import MEASURED_EVERY, OUTSIZED, OutsizedGradients, square_of
+from dadplug.step.reducer.handler import StepHeader
 
 LOUD, TIMES, MULTIPLE = 1, 1e4, 3.0
 FROM = 2  # first step in which a site is loud
@@ -278,6 +279,86 @@ def test_what_shows_no_norm_of_a_site_is_refused(other):
         other = other | {"privacy": dadplug.DifferentialPrivacy(1.0, 1.0, 0.1, 8, secure_sum=True)}
     with pytest.raises(ValueError, match="clip_sites"):
         dadplug.GradientReduction(network(widths=SMALL), clip_sites=10.0, **other)
+
+
+def beside(model) -> None:
+    """Give a weight a gradient beside its layer, which is summed at the end of the step."""
+    (1e6 * model[0].weight).sum().backward()
+
+
+def repeated(reduction):
+    """Send one element of each gradient many times; return what ends that."""
+
+    def launched(bucket: SparseBucket) -> None:
+        for slot, count in enumerate(bucket._counts):
+            indices, values = bucket._views(bucket._gather.payload, slot)
+            indices.zero_()
+            values.fill_(values.norm() / count**0.5)
+        launch(bucket)
+
+    launch, SparseBucket.launch = SparseBucket.launch, launched
+    return lambda: setattr(SparseBucket, "launch", launch)
+
+
+def weighted(reduction):
+    """State many samples to owners; return what ends that."""
+    launch = ContributionBucket.launch
+    ContributionBucket.launch = lambda bucket, samples: launch(bucket, 10**6 * samples)
+    return lambda: setattr(ContributionBucket, "launch", launch)
+
+
+SAMPLES, FINITE, NORM = 2, 6, 12  # places in a step header
+OWNER = {"mode": "rankdad", "rank": 4, "wire": "fp32", "merge": "owner"}
+PAST_THE_LIMIT = {  # options, what a site states, what it does besides, how loud it is
+    "beside a layer": ({"mode": "dad"}, {NORM: 0}, beside, 1.0),
+    "beside a merged layer": (OWNER, {NORM: 0}, beside, 1.0),
+    "without samples": ({"mode": "dsgd", "wire": "int8"}, {SAMPLES: 0}, None, TIMES),
+    "selected without samples": ({"mode": "topk"}, {SAMPLES: 0}, None, TIMES),
+    "one element": ({"mode": "topk", "density": 0.5}, {}, repeated, 1.0),
+    "samples to owners": (OWNER, {}, weighted, 1.0),
+    "beside an idle site": (OWNER, {NORM: 0}, None, TIMES),
+    "not finite": ({"mode": "dad"}, {FINITE: 0}, None, TIMES),
+}
+
+
+@support.at_sites(3)
+def test_no_statement_gets_a_site_past_the_limit() -> None:
+    rank, pack = dist.get_rank(), StepHeader.pack
+    for name, (options, lies, does, loud) in PAST_THE_LIMIT.items():
+        model, apart = network(torch.float32, (40, 48, 56, 32)), network(torch.float32, (40, 48, 56, 32))
+        reduction = dadplug.GradientReduction(model, clip_sites=1.0, **options)
+        for step in range(3):
+            model.zero_grad()
+            attacks, ends = step == 2 and rank == 2, list
+            if attacks and does is not None:
+                ends = (does(reduction) if does is not beside else None) or list
+            if not (step == 2 and rank == 1 and name == "beside an idle site"):
+                inputs = torch.randn(16, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+                ((loud if attacks else 1.0) * model(inputs).square().mean()).backward()
+            if attacks and does is beside:
+                beside(model)
+            if attacks:
+                StepHeader.pack = lambda header, lies=lies: [lies.get(n, each) for n, each in enumerate(pack(header))]
+            try:
+                if name == "not finite" and step == 2:
+                    with pytest.raises(dadplug.errors.MismatchError, match=r"site 2 .*finite is 0 without a fault"):
+                        reduction.synchronize()
+                elif model[0].weight.grad is None and not attacks and step == 2:
+                    reduction.idle()
+                else:
+                    reduction.synchronize()
+            finally:
+                StepHeader.pack = pack
+                ends()
+        apart.load_state_dict(model.state_dict())
+        norms = []
+        for site in (0, 1):
+            apart.zero_grad()
+            apart(torch.randn(16, 40, generator=torch.Generator().manual_seed(20 + site))).square().mean().backward()
+            norms.append(math.hypot(*(float(p.grad.norm()) for p in apart.parameters())))
+        found = 0.0 if name == "not finite" else math.hypot(*(float(p.grad.norm()) for p in model.parameters()))
+        assert found < 2 * max(norms), (name, found, norms)
+        reduction.detach()
 
 
 def crafted(kind: str) -> FactorPayload:

@@ -92,14 +92,14 @@ def total_of(squares: Sequence[Tensor]) -> float:
 
 
 def limit_of(norms: Sequence[float], multiple: float) -> float:
-    """Return the norm to which those of the sites are clipped; infinity where fewer than two sites state one.
+    """Return the norm to which those of the sites are clipped; infinity where no site states one.
 
     Args:
         norms: the norms; 0.0 for sites without data.
         multiple: the option ``clip_sites``.
     """
     counted = [norm for norm in norms if norm > 0]
-    return multiple * median_low(counted) if len(counted) > 1 else math.inf
+    return multiple * median_low(counted) if counted else math.inf
 
 
 class OutsizedGradients:

@@ -169,12 +169,13 @@ class HeaderExchange:
         units: number of units.
         transport: the transport.
         reference: samples of all sites in a step, about, as they have stated at the start.
+        check_finite: whether NaN and Inf are faults.
     """
 
-    def __init__(self, units: int, transport: Transport, reference: int) -> None:
+    def __init__(self, units: int, transport: Transport, reference: int, check_finite: bool) -> None:
         self._transport = transport
         self._units = units
-        self._reference = reference
+        self._reference, self._check_finite = reference, check_finite
         size = _HEAD + 2 * units
         self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
 
@@ -207,7 +208,10 @@ class HeaderExchange:
         for rank, integers in enumerate(self._gather.wait()):
             if rank not in transport.rounds.absent:
                 try:
-                    headers[rank] = StepHeader.unpack(integers.tolist(), sites[rank], attached)
+                    header = headers[rank] = StepHeader.unpack(integers.tolist(), sites[rank], attached)
+                    if self._check_finite and not header.finite and header.fault == Fault.NONE:
+                        del headers[rank]  # such a step would count, without what depends on finite gradients
+                        raise invalid("step header", sites[rank], "finite is 0 without a fault")
                 except MismatchError as error:
                     transport.rounds.leave_out(rank, error)
         for rank in [*headers]:
@@ -323,6 +327,23 @@ class HandlerContext:
         """
         norm = max(self.norms[rank], found) if self.norms else 0.0
         return self.limit / norm if norm > self.limit else 1.0
+
+    @property
+    def shares(self) -> list[float]:
+        """Factors that clip what has been gathered, by rank; 0.0 for a site that states no samples."""
+        if not self.norms:
+            return [1.0] * self.transport.world_size
+        return [self.factor(rank) if header.samples else 0.0 for rank, header in enumerate(self.headers)]
+
+    def without_weights(self, squares: Sequence[float], whole: int) -> list[float]:
+        """Return squared norms of gradients, by rank, from those of weighted ones.
+
+        Args:
+            squares: the squared norms.
+            whole: samples over which the sites' own make their weights.
+        """
+        samples = [header.samples / whole for header in self.headers]
+        return [square / weight**2 if weight else 0.0 for square, weight in zip(squares, samples, strict=False)]
 
     @property
     def expected_weight(self) -> float:

@@ -231,18 +231,18 @@ class OwnerHandler(MergedHandler):
 
     def receive(self) -> None:
         """Merge what has arrived of the layers that this site owns, and send the results."""
-        samples, contributions = self.timed("wait", None, self._contributions.wait)
+        counts, contributions = self.timed("wait", None, self._contributions.wait)
         self._spoiler, self._arrived = None, contributions
+        stated = [header.samples for header in self.context.headers] or counts
+        samples = [*map(min, counts, stated)]
         self._merger.weight = self.context.reference / max(1, sum(samples))
         weights = self._clipped_weights(samples, contributions)
         for slot, payloads in contributions.items():
             self.timed("encode", self.units[slot], self._merge, slot, payloads, weights)
         faults, sites = self._contributions.faults, self.context.transport.sites
-        for rank, (count, header) in enumerate(zip(samples, self.context.headers, strict=False)):
-            if count > header.samples:
-                faults[rank] = (
-                    f"{sites[rank]} has sent {count} samples to this owner, and {header.samples} to all sites"
-                )
+        for rank, (count, most) in enumerate(zip(counts, stated, strict=False)):
+            if count > most:
+                faults[rank] = f"{sites[rank]} has sent {count} samples to this owner, and {most} to all sites"
         for rank in faults.keys() - self._blamed:
             _log.warning("%s: in such steps all sites send the factors of its layers to all others again", faults[rank])
         self._blamed |= faults.keys()

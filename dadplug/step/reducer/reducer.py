@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import DroppedError, MismatchError
 from ...exchange import Transport
 from ...exchange.factor_buckets import extent
-from ...exchange.summed_buckets import AllReducedBucket
+from ...exchange.summed_buckets import AllReducedBucket, GatheredBucket, SummedBucket
 from ...exchange.wire import WireFormat
 from ...options import Options
 from ...support.logs import get_logger
@@ -48,8 +48,10 @@ from .owners import Owners, deal
 _log = get_logger(__name__)
 _NOTHING = nullcontext()
 _SAMPLES, _FAULT, _FINITE = map(attrgetter, ("samples", "fault", "finite"))
-_Late = tuple[str, torch.nn.Parameter, Tensor]
-"""The name of a unit, one of its parameters, and the agreed gradient of that, which no bucket carries."""
+_Late = tuple[str, torch.nn.Parameter, SummedBucket]
+"""The name of a unit, one of its parameters, and the bucket of the gradient of that, which no handler sends."""
+_Sum = tuple[str, torch.nn.Parameter, Tensor]
+"""The same with the agreed gradient."""
 
 
 class AttachedGradients(Protocol):
@@ -167,7 +169,7 @@ class Reducer:
         self._rounds = max((handler.rounds for handler in self._handlers), default=0)
         self._launched = 0
         self._asks_to_stop = False  # in a step in which this site had no part
-        self._headers = HeaderExchange(len(self._units), transport, reference)
+        self._headers = HeaderExchange(len(self._units), transport, reference, options.check_finite)
         self._norm = 0.0  # of this site's gradient in the last step, if the agreed one was out of all proportion
 
     def _make_handlers(self, rows: dict[str, int]) -> list[BucketHandler]:
@@ -265,9 +267,11 @@ class Reducer:
                 if number < handler.rounds:
                     handler.proceed(number)
         headers, late = self._exchange_late(known or receive())
-        self._check_sent(headers, late)
+        self._measure(headers, late)
+        sums = [(name, parameter, bucket.wait(context.shares)[0]) for name, parameter, bucket in late]
+        self._check_sent(headers, sums)
         write = _counts(headers)
-        write_gradients([(parameter, value) for _, parameter, value in late if write])
+        write_gradients([(parameter, value) for _, parameter, value in sums if write])
         absent = context.transport.rank in context.transport.rounds.absent
         digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.rounds.absent]
         compare_digests(request.deferral, header.deferred, digests)
@@ -334,13 +338,15 @@ class Reducer:
                 for position in handler.positions if handler.blind else ():
                     header.dense[position] |= header.present[position]
 
-    def _measure(self, headers: Sequence[StepHeader]) -> None:
+    def _measure(self, headers: Sequence[StepHeader], late: Sequence[_Late]) -> None:
         """Clip by what has arrived of a site where that is larger than its header states; the same at all sites."""
         context = self._context
         if not context.norms or not _counts(headers):
             return
-        context.headers = headers
-        squares = zip_longest(*(found for handler in self._handlers if (found := handler.squares())), fillvalue=0.0)
+        context.headers, samples = headers, sum(map(_SAMPLES, headers))
+        parts = [handler.squares() for handler in self._handlers]
+        parts += [context.without_weights(bucket.squares(), samples) for *_, bucket in late]
+        squares = zip_longest(*filter(None, parts), fillvalue=0.0)
         found = [
             math.sqrt(sum(each)) if header.samples else 0.0 for each, header in zip(squares, headers, strict=False)
         ]
@@ -354,9 +360,8 @@ class Reducer:
         for handler in self._handlers:
             handler.weigh_again()
 
-    def _check_sent(self, headers: Sequence[StepHeader], late: Sequence[_Late]) -> None:
+    def _check_sent(self, headers: Sequence[StepHeader], late: Sequence[_Sum]) -> None:
         """Record a fault in the headers, the same at all sites, where what has arrived or been merged is not finite."""
-        self._measure(headers)
         if not self._context.options.check_finite or not _counts(headers):
             return
         counted = next(rank for rank, header in enumerate(headers) if header.samples)
@@ -477,7 +482,7 @@ class Reducer:
             headers: the headers of all sites, by rank.
 
         Returns:
-            The headers that count, and the agreed gradients that no bucket carries.
+            The headers that count, and the gradients that no handler sends.
         """
         transport, units = self._context.transport, len(self._units)
         sums: list[_Late] = []
@@ -528,19 +533,20 @@ class Reducer:
         return repeated
 
     def _sum_dense(self, headers: Sequence[StepHeader]) -> Iterator[_Late]:
-        """All-reduce gradients that no bucket carries, on all sites if any has one.
+        """Sum gradients that no handler sends, on all sites if any has one; where sites are clipped, gather them.
 
         Args:
             headers: the headers of all sites.
 
         Yields:
-            The agreed gradients.
+            The gradients, which have arrived.
         """
         if not any(True in header.dense or True in header.void for header in headers):
             return
-        own, absent = headers[self._context.transport.rank], self._context.transport.rounds.absent
+        transport = self._context.transport
+        kind = partial(GatheredBucket, once=True) if self._context.norms else AllReducedBucket
+        own, absent = headers[transport.rank], transport.rounds.absent
         weight = own.samples / sum(header.samples for header in headers)
-        weight *= self._context.factor(self._context.transport.rank)
         present = [header for rank, header in enumerate(headers) if rank not in absent]
         for position, unit in enumerate(self._units):
             handler = self._handler_of[unit.name]
@@ -552,10 +558,12 @@ class Reducer:
             if void:
                 handler.add_sent(unit)
             for parameter in unit.parameters.values():
-                bucket = AllReducedBucket([parameter.numel()], self._context.transport, parameter.dtype)
+                bucket: SummedBucket = kind([parameter.numel()], transport, parameter.dtype)
                 bucket.fill(0, parameter.grad, weight)
                 bucket.launch()
-                yield unit.name, parameter, bucket.wait()[0]
+                if not bucket.squares():
+                    bucket.wait()
+                yield unit.name, parameter, bucket
 
     def close_plan(self, step: int, version: int) -> None:
         """Exchange an empty step under the number of the next plan, to learn whether the other sites have one too.

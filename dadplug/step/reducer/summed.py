@@ -138,17 +138,6 @@ class SummedHandler(BucketHandler):
     def own_squares(self) -> Sequence[Tensor]:
         return [sum_of_squares([unit.lead.grad for unit in self.units], self.context.precise)]
 
-    def _without_weights(self, squares: Sequence[float]) -> list[float]:
-        """Return squared norms of gradients, by rank, from those of weighted ones."""
-        reference = self.context.reference
-        samples = [header.samples / reference for header in self.context.headers]
-        return [square / weight**2 if weight else 0.0 for square, weight in zip(squares, samples, strict=False)]
-
-    @property
-    def _shares(self) -> list[float]:
-        """Factors that clip the gradients that have been gathered, by rank."""
-        return [self.context.factor(rank) for rank in range(self.context.transport.world_size)]
-
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         scale = self.context.reference / max(1, self.context.total)
         wanted = [*map(self.context.present.__getitem__, self.positions)] if write else [False] * len(self.units)
@@ -213,12 +202,12 @@ class DenseHandler(SummedHandler):
 
     def _receive_sums(self) -> Sequence[Tensor]:
         if not self._sums:
-            shares = self._shares if self.context.norms and not self.blind else ()
+            shares = self.context.shares if self.context.norms and not self.blind else ()
             self._sums = self.timed("wait", None, self.bucket.wait, shares)
         return self._sums
 
     def squares(self) -> Sequence[float]:
-        return self._without_weights(self.bucket.squares())
+        return self.context.without_weights(self.bucket.squares(), self.context.reference)
 
     def not_finite(self) -> list[tuple[int | None, str]]:
         sums = self._receive_sums()
@@ -232,7 +221,8 @@ class DenseHandler(SummedHandler):
         sums = self._receive_sums()
         found = [(unit.lead, value) for unit, want, value in zip(self.units, wanted, sums, strict=True) if want]
         self.timed("decode", None, write_gradients, found, scale)
-        own = 1.0 if self.blind else self.context.factor(self.context.transport.rank)
+        shares = self.context.shares if self.context.norms and not self.blind else ()
+        own = shares[self.context.transport.rank] if shares else 1.0
         self.bucket.commit([keep and want for want in wanted], own * scale, self.context.scale)
 
     def rounding(self) -> dict[str, Tensor]:
@@ -314,7 +304,8 @@ class PowerSGDHandler(SummedHandler):
         return [(None, unit.name) for unit, each in zip(self.units, extents, strict=True) if not math.isfinite(each)]
 
     def measured(self) -> Sequence[float]:
-        return self._without_weights(self._right.squares())  # each is of P_s^T M_s, with the same P at all sites
+        squares = self._right.squares()  # each is of P_s^T M_s, with the same P at all sites
+        return self.context.without_weights(squares, self.context.reference)
 
     def _receive_right(self) -> Sequence[Tensor]:
         if not self._rights:
@@ -418,8 +409,13 @@ class TopKHandler(SummedHandler):
         return [sum_of_squares([sent.values for sent in self._sent.values()]) / weight**2]
 
     def squares(self) -> Sequence[float]:
-        every = [self._bucket.received(slot, unit.lead.numel()) for slot, unit in enumerate(self.units)]
-        return self._without_weights([sum(squared_norm(part[1]) for part in site) for site in zip(*every, strict=True)])
+        totals = [0.0] * self.context.transport.world_size
+        for slot, unit in enumerate(self.units):
+            for rank, (indices, values) in enumerate(self._bucket.received(slot, unit.lead.numel())):
+                values = values.to(torch.promote_types(values.dtype, torch.float64))
+                whole = values.new_zeros(unit.lead.numel())  # an index may be there several times
+                totals[rank] += squared_norm(whole.index_add_(0, indices, values))
+        return self.context.without_weights(totals, self.context.reference)
 
     def not_finite(self) -> list[tuple[int | None, str]]:
         found: list[tuple[int | None, str]] = []
@@ -433,7 +429,7 @@ class TopKHandler(SummedHandler):
         return found
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        shares = self._shares
+        shares = self.context.shares
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
             if want:
                 with self.timing("decode", unit):
