@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
-from ..exchange.fields import checked
+from ..exchange.fields import COUNT, NUMBER, checked, invalid
 from ..step.model_sync import sameness
 from ..step.model_sync.buffers import MovingBuffers
 from ..step.model_sync.samples import warn_of_unequal
@@ -236,9 +236,16 @@ class AgreedModel:
         return {"names": [*self.values], "wide": wide, "momenta": dict(self._momenta), "frozen": frozen}
 
     def adopt(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Take over what `donate` has returned at another site, with the parameters of `as_of_model` in the model."""
+        """Take over what `donate` has returned at another site, with the parameters of `as_of_model` in the model.
+
+        Raises:
+            ValueError: if tensors are not finite ones of the shapes of the parameters; KeyError if they have none.
+        """
         own = {name: each.detach() for name, each in model.named_parameters()}
         wide = state["wide"]
+        for name, each in [*wide.items(), *state["momenta"].items()]:
+            if each.shape != own[name].shape or not is_finite(each):
+                raise ValueError(f"{name!r} is of another shape, or has NaN or Inf")
         found = {name: wide[name] if name in wide else own[name].contiguous() for name in state["names"]}
         kept = {"values": found, "momenta": state["momenta"], "starts": {}, "frozen": state["frozen"]}
         self.load_state_dict(kept, model)
@@ -536,8 +543,7 @@ class Agreement:
         Raises:
             MismatchError: if one is invalid, or the sites are at different steps, or train different parameters.
         """
-        sites, count = self._transport.sites, len(fragment.names)
-        headers = [Header.read(row, sites[rank], count) for rank, row in enumerate(self._headers.wait())]
+        sites, headers = self._transport.sites, [*self._read_headers(len(fragment.names)).values()]
         steps = {header.step: rank for rank, header in enumerate(headers) if not header.finished}
         if len(steps) > 1:
             (one, first), (other, second) = list(steps.items())[:2]
@@ -550,6 +556,30 @@ class Agreement:
             sameness.check_alike(sameness.describe(self._model, settings), self._transport)
             raise MismatchError("the sites have changed which parameters they train in different rounds")
         self._compare_first(headers)
+        return headers
+
+    def _read_headers(self, parameters: int) -> dict[int, Header]:
+        """Wait for the headers of all sites that are present, and return the valid ones by rank.
+
+        Args:
+            parameters: number of parameters of the agreement.
+
+        Raises:
+            MismatchError: if one is invalid, where all sites have to stay.
+        """
+        rounds, sites, headers = self._transport.rounds, self._transport.sites, dict[int, Header]()
+        rows, most = self._headers.wait(), 1 if self._options.weighting == "uniform" else COUNT
+        for rank in rounds.present:
+            try:
+                headers[rank] = Header.read(rows[rank], sites[rank], parameters, most)
+            except MismatchError as error:  # all sites find it, and go on without the site
+                rounds.leave_out(rank, error)
+        for rank, header in [*headers.items()]:  # the steps that follow are counted from the largest number
+            others = max((each.step for other, each in headers.items() if other != rank), default=NUMBER)
+            if header.step > others + COUNT:
+                del headers[rank]
+                why = f"step is {header.step}, where the others are at {others} at most"
+                rounds.leave_out(rank, invalid("header", sites[rank], why))
         return headers
 
     def _first(self) -> tuple[int, int]:

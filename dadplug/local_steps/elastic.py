@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
+from ..exchange.fields import COUNT, fits, invalid, minority
 from ..step.model_sync import sameness
 from ..step.model_sync.buffers import write_agreed
 from ..support.logs import get_logger
@@ -42,6 +43,14 @@ from .header import Header
 from .options import LocalOptions
 
 _log = get_logger(__name__)
+_PLAN = {
+    "count": int,
+    "agreed": dict[str, Any],
+    "buffers": list[str],
+    "contributions": list[dict[int, int]],
+    "last": dict[int, int],
+    "fragments": list[list[str]],
+}
 
 
 class RoundTime:
@@ -145,16 +154,24 @@ class ElasticAgreement(Agreement):
         Args:
             plan: what `donate` has returned at the other site.
             step: number of the steps so far.
+
+        Raises:
+            ValueError: if it is not of this model and these options; like KeyError and TypeError.
         """
+        names, counted = plan["fragments"], plan["contributions"]
+        plain = all(fits(plan[name], kind) for name, kind in _PLAN.items()) and 0 <= plan["count"] <= COUNT
+        known = {name for each in names for name in each} <= {*plan["agreed"]["names"]}
+        if not (plain and known and len(names) == len(counted) == len(self._fragments)):
+            raise ValueError("the agreements are not of this model and these options")
         self.count = plan["count"]
         self.first_batch.take()
         self.agreed.adopt(plan["agreed"], self._model)
         self._buffers.load(plan["buffers"])
-        for fragment, names in zip(self._fragments, plan["fragments"], strict=True):
-            fragment.names, fragment.weight = [*names], 0
+        for fragment, own in zip(self._fragments, names, strict=True):
+            fragment.names, fragment.weight = [*own], 0
             fragment.form = delta_format(self._options, self._transport)
         self._offered, self._planned, self._added = None, (), []
-        self._counted, self._last = [dict(each) for each in plan["contributions"]], dict(plan["last"])
+        self._counted, self._last = [dict(each) for each in counted], dict(plan["last"])
         rank = self._transport.rank
         self._present = set(range(self._transport.world_size)) - self._transport.rounds.absent - {rank}
         last = self._last.get(rank)
@@ -308,15 +325,14 @@ class ElasticAgreement(Agreement):
                 gather.payload.copy_(flat.view(torch.uint8))
                 gather.launch()
         transport.rounds.close(self.admits, idle=not offered.weight)
-        rows = self._headers.wait()
-        headers: dict[int, Header] = {}
-        for rank in transport.rounds.present:
-            try:
-                headers[rank] = Header.read(rows[rank], transport.sites[rank], len(self.agreed.values))
-            except MismatchError as error:  # all sites find it, and go on without the site
-                transport.rounds.leave_out(rank, error)
+        headers = self._read_headers(len(self.agreed.values))
         if not headers:
             raise MismatchError("no site has sent a valid header")
+        apart = [*{*minority({rank: header.layout for rank, header in headers.items()})} - {transport.rank}]
+        for rank in apart:
+            del headers[rank]
+            why = "it trains other parameters in this round than most sites"
+            transport.rounds.leave_out(rank, invalid("header", transport.sites[rank], why))
         layouts = {header.layout for header in headers.values()}
         if len(layouts) > 1 or (transport.rank in headers and layouts != {self._layout}):
             raise MismatchError(

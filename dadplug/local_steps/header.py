@@ -34,25 +34,26 @@ class Header(NamedTuple):
     samples: int = 0  # states of 0.3 have none
 
     @classmethod
-    def read(cls, row: Tensor, sender: str, parameters: int) -> Header:
+    def read(cls, row: Tensor, sender: str, parameters: int, most: int = COUNT) -> Header:
         """Return the header that a site has sent.
 
         Args:
             row: its integers.
             sender: the site.
             parameters: number of parameters of the agreement.
+            most: largest weight.
 
         Raises:
             MismatchError: if it is none.
         """
         header = cls(*row.tolist())
-        check_fields("header", sender, header._asdict(), _RANGES | {"nonfinite": (-1, max(parameters, 1) - 1)})
+        ranges = _RANGES | {"nonfinite": (-1, max(parameters, 1) - 1), "weight": (0, most)}
+        check_fields("header", sender, header._asdict(), ranges)
         return header
 
 
 _RANGES = {
     "step": (0, NUMBER),
-    "weight": (0, COUNT),
     "layout": (0, (1 << 63) - 1),
     "finished": (0, 1),
     "changes": (0, 1),

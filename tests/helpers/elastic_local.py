@@ -21,8 +21,10 @@ from elastic_site import hesitate, last_step
 from torch import Tensor, nn
 
 import dadplug
+from dadplug.local_steps import elastic
 from dadplug.local_steps.delta_format import DeltaFormat
 from dadplug.local_steps.elastic import ElasticAgreement
+from dadplug.local_steps.header import Header
 
 ROWS = (8, 5, 6, 7)
 
@@ -44,6 +46,7 @@ class Case:
         late: agreement at which the site waits until another one has reached two more; -1 for none.
         other: folder of the other site.
         spoils: agreement before which a parameter gets NaN; -1 for none.
+        header: fields of the site's header in that agreement, in place of NaN.
         pause: seconds between steps.
         norm: whether the model has batch normalisation.
         counts: whether the model has an element for each site, which each of its steps changes by 1 / 64.
@@ -63,6 +66,7 @@ class Case:
     late: int = -1
     other: str = ""
     spoils: int = -1
+    header: dict[str, int] = field(default_factory=dict)
     pause: float = 0.0
     norm: bool = False
     counts: bool = False
@@ -128,7 +132,12 @@ def disturb(case: Case) -> None:
         if case.how == "agreement" and step >= case.leave >= 0:
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
-        return exchange(self, step, *given)
+        if case.header and self.count == case.spoils:
+            elastic.Header = lambda *values: Header(*values)._replace(**case.header)
+        try:
+            return exchange(self, step, *given)
+        finally:
+            elastic.Header = Header
 
     def reaching(self: ElasticAgreement, step: int, weight: int, finished: bool) -> Any:
         if self.count == case.late and weight:
@@ -143,7 +152,7 @@ def disturb(case: Case) -> None:
                 [each.fill_(float("nan")) for each in payloads.values()],
                 setattr(DeltaFormat, "encode", encode),
             )
-        elif self.count == case.spoils and weight:
+        elif self.count == case.spoils and weight and not case.header:
             with torch.no_grad():
                 next(self._model.parameters())[0, 0] = float("nan")
                 for each in self._model.buffers():

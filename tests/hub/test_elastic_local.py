@@ -202,6 +202,21 @@ def test_a_site_that_sends_other_than_finite_deltas_is_left_out_and_named(tmp_pa
         assert re.search(r"site 2 \(c\) states that its parameters are finite, and has sent NaN", told), told
 
 
+@pytest.mark.parametrize("header", [{"weight": 2}, {"step": 1 << 62}, {"layout": 5}], ids=str)
+def test_a_site_that_states_what_counts_for_more_or_is_no_agreement_is_left_out_and_named(tmp_path, header):
+    with sites_of(tmp_path, "abc", {"weighting": "uniform"}, steps=24) as fleet:
+        fleet.start("ab")
+        fleet.start("c", spoils=2, header=header)
+        fleet.end("ab")
+        fleet.end("c", int("layout" in header))
+        every = check(fleet, "ab")
+    contributions = [every[number]["contributions"].get("2", 0) for number in sorted(every)]
+    assert contributions[2] == contributions[1] > 0
+    assert max(line["step"] for line in every.values()) < 40
+    for name in "ab":
+        assert "site 2 (c) has sent an invalid header: " in fleet.printed(name), fleet.state()
+
+
 def test_statistics_are_those_of_the_sites_present(tmp_path):
     """Every agreement moves the running mean to the mean of the contributors' own, by samples."""
     with sites_of(tmp_path, "abc", norm=True, pause=0.01) as fleet:

@@ -89,7 +89,9 @@ from dadplug.hub.wire.messages import (
 )
 from dadplug.hub.wire.streams import Tag
 from dadplug.local_steps.delta_format import SparseFormat
+from dadplug.local_steps.elastic import ElasticAgreement
 from dadplug.local_steps.header import Header
+from dadplug.local_steps.options import LocalOptions
 from dadplug.parameter_server import service, streams
 from dadplug.parameter_server.sequencer import Decision, Entry, Rules
 from dadplug.parameter_server.service import SequencerHost, Settings, check_settings
@@ -97,7 +99,7 @@ from dadplug.privacy.masks import PairwiseKeys, members_digest
 from dadplug.privacy.secure_sum import _ANNOUNCEMENT, SecureSum
 from dadplug.step.model_sync import sameness
 from dadplug.step.model_sync.buffers import average_packed, pack_buffers
-from dadplug.step.model_sync.replicated_model import JoinState, ReplicatedModel
+from dadplug.step.model_sync.replicated_model import JoinState, ReplicatedModel, load_joined
 from dadplug.step.planning.planner import PlanState
 from dadplug.step.reducer.handler import StepHeader
 from dadplug.support.structs import decode
@@ -676,12 +678,13 @@ def test_control_messages_are_read_or_refused():
     "lie",
     [
         {"weight": torch.ones(1, 3)},
+        {"weight": torch.ones(2, 3).double(), "bias": torch.ones(2)},
         {"bias": torch.ones(2)},
         {"weight": torch.full((2, 3), torch.nan), "bias": torch.ones(2)},
         {"weight": "x", "bias": torch.ones(2)},
         None,
     ],
-    ids=["broadcasts", "lacks one", "NaN", "no tensor", "no state"],
+    ids=["broadcasts", "another type", "lacks one", "NaN", "no tensor", "no state"],
 )
 def test_a_site_that_joins_refuses_what_is_no_state_of_its_model(lie):
     joiner = object.__new__(ReplicatedModel)
@@ -735,6 +738,28 @@ def altered_item(item, chance: random.Random):
     else:
         made[place] = altered_item(item[place], chance)
     return made
+
+
+def test_agreements_of_another_site_are_followed_or_refused():
+    model, chance, refused, transport = torch.nn.Linear(3, 2).half(), random.Random(0), 0, Arrives()
+    transport.inside, transport.rounds = None, Rounds(3)
+    joiner = object.__new__(dadplug.LocalSGD)
+    joiner.optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    joiner.local_options = LocalOptions(min_sites=1, outer_lr=0.7, outer_momentum=0.9)
+    joiner._agreement = agreement = ElasticAgreement(model, joiner.local_options, transport)
+    agreement.begin()
+    values = {name: each.float() for name, each in model.named_parameters()}
+    agreement.agreed.move(values, dict.fromkeys(values, 1.0))
+    plan = agreement.donate()[1] | {"groups": [{"lr": 0.1, "nesterov": False}]}
+    for number in range(2 * COUNT):
+        lie = altered_item(plan, chance) if number else plan | {"groups": [{"params": 1.0}]}
+        with contextlib.suppress(MismatchError):
+            load_joined("local steps", partial(joiner._adopt_plan, 4), codec.decode(codec.encode(lie)))
+            agreement._plan()
+            continue
+        refused += 1
+        assert len(joiner.optimizer.param_groups[0]["params"]) == 2
+    assert COUNT / 2 < refused < 2 * COUNT
 
 
 @support.at_sites(2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...errors import DroppedError, MismatchError
 from ...exchange import Traffic, Transport, open_transport
 from ...exchange.codec import register
-from ...exchange.fields import NUMBER
+from ...exchange.fields import NUMBER, fits
 from ...exchange.restrictions import OBJECTS, declared
 from ...exchange.rounds import Contribution, Requirements
 from ...options import Options
@@ -71,10 +71,7 @@ class JoinState:
         Raises:
             ValueError: if one is not valid.
         """
-        named = isinstance(self.tensors, dict) and all(isinstance(each, Tensor) for each in self.tensors.values())
-        plain = isinstance(self.description, dict) and isinstance(self.further, dict) and type(self.step) is int
-        plain = plain and isinstance(self.frozen, dict) and all(type(each) is int for each in self.frozen.values())
-        if not (named and plain and 0 <= self.step <= NUMBER):
+        if not (fits(self, JoinState) and 0 <= self.step <= NUMBER):
             raise ValueError("the state of a training has fields of wrong types, or a number of a step out of range")
 
 

@@ -185,18 +185,20 @@ def load_tensors(
         frozen: digests of frozen parameters that this site has to have already, by name.
 
     Raises:
-        MismatchError: if they have other names or shapes, or frozen ones other values; nothing has changed then.
+        MismatchError: if they have other names, shapes or types, or frozen ones other values; nothing has changed then.
     """
-    own, given = dict(own), frozen or {}
-    for name in [name for name in given if name in own]:
-        if fingerprint(tensor := own.pop(name)) != given[name]:
+    own, frozen = dict(own), frozen or {}
+    for name in [name for name in frozen if name in own]:
+        if fingerprint(tensor := own.pop(name)) != frozen[name]:
             raise MismatchError(
                 f"the frozen parameter {name!r} {list(tensor.shape)} is not that of the training that this site joins, "
                 "and is not sent: load the weights with which the other sites have started"
             )
     for name, tensor in own.items():
-        if name not in tensors or tensors[name].shape != tensor.shape:
-            raise MismatchError(f"{sender} has sent no {name!r} of shape {list(tensor.shape)} of its model")
+        given = tensors.get(name)
+        if given is None or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+            what = f"{name!r} of shape {list(tensor.shape)} and {tensor.dtype}"
+            raise MismatchError(f"{sender} has sent no {what} of its model")
     for name, tensor in own.items():
         write(tensor.detach(), tensors[name])
 
