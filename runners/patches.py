@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from ..errors import escaped
 from ..exchange import PeerNames, Transport
 from .present import metrics_transport
 
@@ -89,9 +90,9 @@ def merge_metrics(by_site: Sequence[tuple[dict[str, float], int]]) -> dict[str, 
         values = [(metrics, samples) for metrics, samples in by_site if name in metrics]
         mean = name.removesuffix("/std")
         if name.endswith("/std") and all(mean in metrics for metrics, _ in values):
-            merged[name] = _deviation([(metrics[mean], metrics[name], samples) for metrics, samples in values])
+            merged[escaped(name)] = _deviation([(metrics[mean], metrics[name], samples) for metrics, samples in values])
         else:
-            merged[name] = _mean([(metrics[name], samples) for metrics, samples in values])
+            merged[escaped(name)] = _mean([(metrics[name], samples) for metrics, samples in values])
     return merged
 
 
@@ -104,7 +105,7 @@ def metrics_by_site(
         every: for each site, by rank, its metrics and the number of samples that they are means over.
         sites: the sites by name.
     """
-    return {f"{name}/{sites[rank]}": value for rank, (own, _) in every.items() for name, value in own.items()}
+    return {f"{escaped(name)}/{sites[rank]}": value for rank, (own, _) in every.items() for name, value in own.items()}
 
 
 def _mean(values: Sequence[tuple[float, int]]) -> float:

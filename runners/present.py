@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import MismatchError, SiteError
 from ..exchange import Transport
-from ..exchange.fields import checked
+from ..exchange.fields import checked, invalid, minority
 from ..exchange.restrictions import METRICS, declared
 
 metrics_transport: ContextVar[Transport | None] = ContextVar("metrics_transport", default=None)
@@ -37,17 +37,27 @@ def gather(transport: Transport, item: Any, alike: int | None = None) -> list[An
     Raises:
         MismatchError: if the tensors do not have it.
     """
-    kind = Tensor if isinstance(item, Tensor) else Any
+    kind = next((each for each in (Tensor, bool) if isinstance(item, each)), Any)
     with declared(METRICS):
         every = checked(transport.gather_present(item), kind, "value", transport)
-    shapes = {rank: [] if alike is None else [*each.shape[alike:]] for rank, each in every.items()}
-    if len(set(map(tuple, shapes.values()))) > 1:
+    shapes = {rank: None if alike is None else _kind(each, alike) for rank, each in every.items()}
+    for rank in minority(shapes) if transport.rounds.elastic else ():
+        why = f"it is of {shapes.pop(rank)}, and those of most sites are not"
+        transport.rounds.leave_out(rank, invalid("value", transport.sites[rank], why))
+        del every[rank]
+    if len({*shapes.values()}) > 1:
         where = ", ".join(f"{shape} at {transport.sites[rank]}" for rank, shape in shapes.items())
         raise MismatchError(f"the sites gather tensors of different shapes: {where}")
     seen = _seen.get()
     if seen is not None and seen.setdefault("present", [*every]) != [*every]:
         raise _Lost
     return [*every.values()]
+
+
+def _kind(tensor: Tensor, alike: int) -> str:
+    """Return what tensors of all sites need to have in common, which are stacked."""
+    exotic = tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() == 1)
+    return f"{f'type {tensor.dtype} and ' if exotic else ''}shape {[*tensor.shape[alike:]]}"
 
 
 def reduce(transport: Transport, tensor: Tensor, operation: Any) -> Tensor:

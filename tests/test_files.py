@@ -1,5 +1,6 @@
 """Files of tensors are what was written, or refused by name; no code in them is run."""
 
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,4 +81,14 @@ def test_a_damaged_file_is_refused_or_read_as_it_was_written():
     file = BytesIO()
     torch.save({"state": Evil()}, file)
     with pytest.raises(DamagedError, match="can run code"):
+        load_tensors(file.getvalue(), "the file")
+
+
+def test_a_file_whose_content_takes_more_memory_than_the_file_is_refused():
+    from io import BytesIO
+
+    file = BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(1 << 22))
+    with pytest.raises(DamagedError, match=r"4194304 bytes in a file of \d{4}\)"):
         load_tensors(file.getvalue(), "the file")

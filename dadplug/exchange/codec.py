@@ -25,6 +25,8 @@ from .restrictions import OBJECTS, declared
 
 _HEAD = b"dadplug1"
 _DEPTH = 64  # levels of containers in containers
+_NUMBER_BYTES = 1024  # of a whole number; Python does not print larger ones
+_EQUAL_HASHES = 64  # keys with one hash in a container, whose time grows with the square of their number
 _COMPACT_BYTES = 1 << 28
 _SIZE = struct.Struct("<Q")
 _FLOAT, _COMPLEX = struct.Struct("<d"), struct.Struct("<dd")
@@ -151,6 +153,13 @@ def _write_bytes(content: bytes, parts: list[bytes]) -> None:
     parts += [_SIZE.pack(len(content)), content]
 
 
+def _write_number(number: int, parts: list[bytes]) -> None:
+    content = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    if len(content) > _NUMBER_BYTES:
+        raise TypeError(f"a whole number of {len(content)} bytes cannot be sent to other sites")
+    _write_bytes(content, parts)
+
+
 def _write_type(dtype: torch.dtype, parts: list[bytes]) -> None:
     if dtype not in _TENSOR_NAMES:
         raise TypeError(f"tensors of type {dtype} cannot be sent to other sites")
@@ -249,7 +258,21 @@ def _items(reader: _Reader, depth: int) -> list[Any]:
 
 def _read_dictionary(reader: _Reader, depth: int) -> dict[Any, Any]:
     items = _items(reader, depth)
-    return dict(zip(items[::2], items[1::2], strict=True))
+    return dict(zip(_keys(items[::2]), items[1::2], strict=True))
+
+
+def _keys(items: list[Any]) -> list[Any]:
+    """Check the keys of a container, before it compares those with one hash."""
+    if len(items) > _EQUAL_HASHES and max(Counter(map(hash, items)).values()) > _EQUAL_HASHES:
+        raise ValueError(f"more than {_EQUAL_HASHES} of {len(items)} keys have one hash")
+    return items
+
+
+def _read_number(reader: _Reader, depth: int) -> int:
+    content = reader.content()
+    if len(content) > _NUMBER_BYTES:
+        raise ValueError(f"a whole number of {len(content)} bytes")
+    return int.from_bytes(content, "little", signed=True)
 
 
 def _read_size(reader: _Reader, depth: int) -> torch.Size:
@@ -348,10 +371,7 @@ def _derived(cls: Any) -> Iterable[type]:
 _PLAIN: dict[type, tuple[bytes, Callable[[Any, list[bytes]], None]]] = {
     type(None): (b"N", lambda item, parts: None),
     bool: (b"B", lambda item, parts: parts.append(b"\1" if item else b"\0")),
-    int: (
-        b"i",
-        lambda item, parts: _write_bytes(item.to_bytes(item.bit_length() // 8 + 1, "little", signed=True), parts),
-    ),
+    int: (b"i", _write_number),
     float: (b"f", lambda item, parts: parts.append(_FLOAT.pack(item))),
     complex: (b"c", lambda item, parts: parts.append(_COMPLEX.pack(item.real, item.imag))),
     str: (b"s", lambda item, parts: _write_bytes(item.encode(), parts)),
@@ -373,7 +393,7 @@ _CONTAINERS = {
 _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"N": lambda reader, depth: None,
     b"B": lambda reader, depth: bool(reader.take(1)[0]),
-    b"i": lambda reader, depth: int.from_bytes(reader.content(), "little", signed=True),
+    b"i": _read_number,
     b"f": lambda reader, depth: _FLOAT.unpack(reader.take(_FLOAT.size))[0],
     b"c": lambda reader, depth: complex(*_COMPLEX.unpack(reader.take(_COMPLEX.size))),
     b"s": lambda reader, depth: reader.text(),
@@ -385,8 +405,8 @@ _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"D": _read_dictionary,
     b"O": lambda reader, depth: OrderedDict(_read_dictionary(reader, depth)),
     b"C": lambda reader, depth: Counter(_read_dictionary(reader, depth)),
-    b"S": lambda reader, depth: set(_items(reader, depth)),
-    b"Z": lambda reader, depth: frozenset(_items(reader, depth)),
+    b"S": lambda reader, depth: set(_keys(_items(reader, depth))),
+    b"Z": lambda reader, depth: frozenset(_keys(_items(reader, depth))),
     b"H": _read_size,
     b"T": _read_tensor,
     b"P": _read_planes,

@@ -16,6 +16,7 @@ from ..errors import MismatchError
 
 COUNT = 1 << 40  # most of a count
 NUMBER = 1 << 62  # most of a number of a step, or of a digest
+_LONGEST = 1 << 63  # of all whole numbers, above which len() and torch fail
 
 Ranges = Mapping[str, tuple[int, int]]
 """The least and the largest value of each field of a message, by name."""
@@ -62,13 +63,15 @@ def fits(value: Any, kind: Any) -> bool:
     Args:
         value: the object.
         kind: the type, also of the items of containers, and of the fields of dataclasses and named tuples. A whole
-            number is a float, too; neither is a boolean.
+            number of 64 bits is a float, too; neither is a boolean.
     """
     origin, of = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or origin in (Union, types.UnionType):
         return kind is Any or any(fits(value, each) for each in of)
     if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+            return False
+        return not isinstance(value, Integral) or -_LONGEST <= value < _LONGEST
     if not isinstance(value, origin or kind):
         return False
     if origin is tuple and of[-1] is not ...:

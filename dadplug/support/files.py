@@ -94,14 +94,16 @@ def check_archive(source: Path | bytes, what: str) -> None:
     """Compare the checksums in a file of `torch.save` with its content. Files that are no archive have none.
 
     Raises:
-        DamagedError: if they differ; the message names the file.
+        DamagedError: if they differ, or the content would take more memory than the file; the message names the file.
     """
     file: Any = BytesIO(source) if isinstance(source, bytes) else source
     try:
         if not zipfile.is_zipfile(file):
             return
+        whole = len(source) if isinstance(source, bytes) else source.stat().st_size
         with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
+            parts = sum(each.file_size for each in archive.infolist())
+            damaged = archive.testzip() if parts <= whole else f"{parts} bytes in a file of {whole}"
     except Exception as error:  # of any kind, as above
         damaged = str(error)
     if damaged is not None:

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import math
 import pickle
+import sys
 import tracemalloc
 import zlib
 from collections import Counter, OrderedDict, defaultdict
@@ -191,6 +192,20 @@ def test_a_pickle_is_not_run():
 def test_other_objects_are_refused_with_what_can_be_sent(item):
     with pytest.raises(TypeError, match=r"can be sent|cannot be sent"):
         codec.encode([{"key": item}])
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys, Counter])
+def test_keys_with_one_hash_are_refused_since_they_take_a_time_that_grows_with_their_square(kind):
+    content = codec.encode(kind([number * sys.hash_info.modulus for number in range(100)]))
+    with pytest.raises(ValueError, match="keys have one hash"):
+        codec.decode(content)
+
+
+def test_whole_numbers_that_cannot_be_printed_are_refused():
+    with pytest.raises(TypeError, match="cannot be sent"):
+        codec.encode(1 << 20_000)
+    with pytest.raises(ValueError, match="a whole number of 2500 bytes"):
+        codec.decode(b"dadplug1i" + (2500).to_bytes(8, "little") + b"\1" * 2500)
 
 
 def test_an_object_that_contains_itself_is_refused():

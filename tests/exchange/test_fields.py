@@ -1,6 +1,7 @@
 """Objects that sites state: one of another type, or a count that is not possible, is named at all sites."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,8 @@ class Report:
         (True, int, False),
         (1, float, True),
         (1.0, int, False),
+        (1 << 63, int, False),
+        (1 << 64, float, False),
         ("x", str | None, True),
         (None, str | None, True),
         ([], str | None, False),
@@ -128,6 +131,7 @@ GATHERS = {
     "own type": lambda each: each.gather_objects(1.5, float, "loss"),
     "tensors of metrics": lambda each: present.gather(each, torch.zeros(2)),
     "tensors of one shape": lambda each: present.gather(each, torch.zeros(2), 0),
+    "decisions": lambda each: present.gather(each, True),
     "lengths": lambda each: loaders.compare_lengths([1, 2], each),
     "split data": lambda each: loaders.data_to_split([1, 2], True, "train", each.gather_objects),
     "nodes": lambda each: reachable_address(each.gather_objects),
@@ -137,7 +141,7 @@ GATHERS = {
 
 
 @pytest.mark.parametrize("name", GATHERS)
-@pytest.mark.parametrize("lie", [{"a": 1}, ["x", [None]], torch.zeros(3, 3)], ids=type)
+@pytest.mark.parametrize("lie", [{"a": 1}, ["x", [None]], torch.zeros(3, 3), torch.zeros(2).to(torch.cfloat)], ids=repr)
 def test_an_object_of_another_type_names_its_site(name: str, lie: Any) -> None:
     if name == "tensors of metrics" and isinstance(lie, torch.Tensor):
         return
@@ -150,3 +154,21 @@ def test_metrics_of_a_site_may_have_any_value() -> None:
     assert patches.merge_metrics([({"x": 1.0, "x/std": 1.0}, 4), wild]).keys() == {"x", "x/std"}
     assert fits(wild, patches.METRICS_KIND)
     assert not fits(({"x": "1"}, 3), patches.METRICS_KIND)
+
+
+def test_names_of_metrics_act_on_no_terminal() -> None:
+    own = {"x\033[2J\n": 1.0}
+    found = {**patches.merge_metrics([(own, 1)]), **patches.metrics_by_site({0: (own, 1)}, OneLies.sites)}
+    assert len(found) == 2
+    assert all(map(str.isprintable, found))
+
+
+def test_a_tensor_of_another_shape_is_left_out_where_sites_may_leave() -> None:
+    left_out = []
+    transport = OneLies(None)
+    transport.sites = (*OneLies.sites, "site 2 (c)")
+    transport.rounds = SimpleNamespace(elastic=True, leave_out=lambda rank, error: left_out.append((rank, str(error))))
+    transport.gather_present = lambda item: {0: item, 1: torch.zeros(3), 2: item}
+    assert present.all_gather(transport, torch.ones(2), False).tolist() == [[1.0, 1.0]] * 2
+    assert [rank for rank, _ in left_out] == [1]
+    assert "site 1 (b) has sent an invalid value" in left_out[0][1]

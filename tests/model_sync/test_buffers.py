@@ -1,6 +1,7 @@
 """Buffers of all kinds are equal at all sites at the start, and averaged, copied or left as they are in training."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import support
@@ -10,6 +11,8 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange.codec import decode, encode
+from dadplug.exchange.rounds import Rounds
+from dadplug.step.model_sync.buffers import MovingBuffers
 from dadplug.step.model_sync.sameness import load_tensors, tensors_of
 
 INF = math.inf
@@ -166,3 +169,10 @@ def test_sparse_ones_of_other_places_are_refused():
     model.register_buffer("links", torch.eye(2 + dist.get_rank(), 3).to_sparse())
     with pytest.raises(dadplug.MismatchError, match="links"):
         dadplug.GradientReduction(model, mode="dsgd")
+
+
+def test_names_of_buffers_that_another_site_makes_up_are_not_kept():
+    moving = MovingBuffers(nn.BatchNorm1d(2))
+    every = {0: ["running_mean"], 1: ["running_var", *map(str, range(1000))]}
+    moving.announce(SimpleNamespace(gather_present=lambda own: every, rounds=Rounds(2), sites="ab"))
+    assert moving.names == ["running_mean", "running_var"]

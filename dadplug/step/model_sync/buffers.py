@@ -180,8 +180,9 @@ class MovingBuffers:
             shares: share of each site, by rank, with which the means of these buffers are taken now; None for later.
         """
         every = checked(transport.gather_present(self.changed()), list[str], "list of buffers", transport)
-        names = {name for changed in every.values() for name in changed}
-        new = [buffer for name, buffer in sorted(dense_buffers(self._model).items()) if name in names]
+        own = dense_buffers(self._model)
+        names = {name for changed in every.values() for name in changed} & own.keys()
+        new = [own[name] for name in sorted(names)]
         self.names = sorted({*self.names, *names})
         if shares is not None:
             average_tensors(new, transport, shares)
