@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..errors import MismatchError
 from ..exchange import Transport
 from ..step.model_sync.private import load_joined_state, shared_state
+from ..step.model_sync.replicated_model import load_joined
 
 
 class TrainerState:
@@ -64,7 +66,7 @@ class TrainerState:
     def restore_parts(self) -> None:
         """Restore the objects with a state from the state of another site."""
         assert self.joined is not None
-        _load(self._parts(), self.joined["parts"])
+        load_joined(self._training, partial(_load, self._parts()), self.joined["parts"])
 
 
 def _state_of(part: Any) -> Any:

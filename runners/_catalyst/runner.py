@@ -108,8 +108,8 @@ class ElasticTraining(TrainerState):
         if state is None:
             return
         self.restore_parts()
-        for name, value in state["counters"].items():
-            setattr(runner, name, value)
+        for name in _COUNTERS:
+            setattr(runner, name, state["counters"][name])
         runner.epoch_step = state["epoch"] - 1  # the epoch begins once more here
         for name in [
             name for name in runner.loaders if name not in runner.dealt

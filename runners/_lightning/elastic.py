@@ -9,11 +9,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...errors import MismatchError
 from ...exchange import Transport, codec
 from ...exchange.fields import checked
 from ...exchange.restrictions import METRICS, declared
@@ -198,6 +200,7 @@ class ElasticFit(TrainerState):
             own = state["callbacks"].get(callback.state_key)
             if own is not None:
                 if "dirpath" in own and hasattr(callback, "dirpath"):
+                    check_paths(own, callback)
                     callback.dirpath = own["dirpath"]  # the same at all sites, as Lightning sees to at the start
                 callback.load_state_dict(own)
         trainer.should_stop = state["stops"]
@@ -230,16 +233,16 @@ class ElasticFit(TrainerState):
         Raises:
             ValueError: if the loader has no length, or there are several.
         """
-        own = known_length(loader, 0)
-        lengths = checked(self._transport.gather_present(own), int, "length", self._transport).values()
+        own, transport = known_length(loader, 0), self._transport
+        found = checked(transport.gather_present(own), int, "length", transport, lambda each: [each])
         refuse(
-            (not all(lengths), "where sites may leave and return, each needs a training loader of known length"),
+            (not own, "where sites may leave and return, each needs a training loader of known length"),
             (
                 self.steps and self.joined is None,
                 f"a site cannot return into a fit with several training loaders: leave {self._option} out",
             ),
         )
-        self.steps = self.steps or max(lengths)
+        self.steps = self.steps or max(found.values())
         return min(own, self.steps), self.steps
 
     # After each step
@@ -266,6 +269,30 @@ class ElasticFit(TrainerState):
             bar.on_train_epoch_start(*arguments)
         elif bar is not None:
             bar.disable()
+
+
+def check_paths(state: dict[str, Any], callback: Any) -> None:
+    """Check the paths in the state of a checkpoint callback of another site: Lightning loads and removes such files.
+
+    Args:
+        state: the state.
+        callback: the callback.
+
+    Raises:
+        MismatchError: if one is no checkpoint in the folder of the state, or that is on another machine.
+    """
+    folder, ends = state["dirpath"], getattr(callback, "FILE_EXTENSION", "")
+    check_local(folder, callback.dirpath, "another site")
+    paths = [state.get(name) for name in ("best_model_path", "kth_best_model_path", "last_model_path")]
+    for path in filter(None, [*paths, *state.get("best_k_models", ())]):
+        if not (Path(path).is_relative_to(folder) and ".." not in Path(path).parts and path.endswith(ends)):
+            raise MismatchError(f"another site has sent a state of {callback.state_key} with the file {path!r}")
+
+
+def check_local(path: Any, own: Any, sender: str) -> None:
+    """Raise MismatchError if another site names a path on another machine, and this site does not."""
+    if "://" in str(path) and "://" not in str(own):
+        raise MismatchError(f"{sender} names {path!r}, which is on another machine, and here it would be {own!r}")
 
 
 def _set(count: Any, value: int) -> None:

@@ -33,7 +33,7 @@ from ...support.signature import split_keywords
 from .. import present
 from ..exchanges import Exchange
 from ..loaders import UnevenLoader, compare_lengths
-from .elastic import SYNC, ElasticFit
+from .elastic import SYNC, ElasticFit, check_local
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy as _DDPStrategy
@@ -548,8 +548,12 @@ class SiteStrategy(Exchange, _DDPStrategy):
             return super().broadcast(obj, src) if self._transport is None else obj
         with declared(OBJECTS):
             if self._elastic_transport is not None:
-                return present.broadcast(self._elastic_transport, obj, src)
-            return self._transport.gather_objects(obj if src == self.global_rank else None)[src]
+                found = present.broadcast(self._elastic_transport, obj, src)
+            else:
+                found = self._transport.gather_objects(obj if src == self.global_rank else None)[src]
+        if isinstance(found, str) and isinstance(obj, str):  # the folder of checkpoints, or a file that all load
+            check_local(found, obj, self._transport.sites[src])
+        return found
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the sites that are present; where they are at different steps, return this site's."""

@@ -138,6 +138,21 @@ def test_a_validation_is_that_of_the_sites_that_are_left(tmp_path, leave):
     assert second["loss"] == pytest.approx(second["metric_loss"], rel=1e-6)  # each over the same sites throughout
 
 
+def test_a_state_of_another_site_names_no_file_that_lightning_removes(tmp_path):
+    kept = tmp_path / "files" / "kept"
+    kept.mkdir(parents=True)
+    with sites_of(tmp_path, "abc", epochs=10000, pause=0.03, names=str(kept.parent)) as fleet:
+        fleet.start("ab")
+        fleet.start("c", leave=LEAVES)
+        fleet.end("c", -9)
+        fleet.start("c")
+        told = fleet.end("c", 1)
+        fleet.stop()
+        fleet.end("ab")
+    assert "another site has sent a state of ModelCheckpoint" in told
+    assert kept.exists()
+
+
 class Callback:
     """Stand-in of Lightning's base class."""
 
@@ -168,6 +183,17 @@ def test_what_a_site_cannot_return_into_is_refused(settings, reason):
     fit = ElasticFit(SimpleNamespace(lightning_module=module), SimpleNamespace(**(usual | settings)), None)
     with pytest.raises(ValueError, match=f"{reason}.*leave min_sites out"):
         fit.begin(None, fits=True)
+
+
+def test_a_site_whose_loader_has_no_length_ends_alone():
+    from dadplug.runners._lightning.elastic import ElasticFit
+
+    lengths = {0: 3, 1: 0, 2: 5}
+    transport = SimpleNamespace(gather_present=lambda own: lengths | {0: own}, sites="abc")
+    fit = ElasticFit(None, None, transport)
+    assert fit.compare_lengths(range(3)) == (3, 5)
+    with pytest.raises(ValueError, match="known length"):
+        ElasticFit(None, None, transport).compare_lengths(iter(()))
 
 
 # Catalyst's runner over a hub, where sites leave: equal replicas, steps and metrics of the sites that are present
@@ -288,6 +314,18 @@ def test_a_site_that_returns_to_catalyst_goes_on_where_the_others_are(tmp_path, 
     valid = results[0]["epochs"][-1]["metrics"]["valid"]
     own = [valid[f"loss/site {slot} ({name})"] for slot, name in enumerate(names)]
     assert min(own) < valid["loss"] < max(own)  # pooled, beside each site's
+
+
+def test_a_state_of_another_site_sets_no_other_attribute_of_a_runner():
+    from dadplug.runners._catalyst.runner import ElasticTraining
+
+    runner = SimpleNamespace(loaders={}, epoch_step=0)
+    training = ElasticTraining(runner, None)
+    training._parts = dict
+    counters = {"batch_step": 1, "sample_step": 2, "num_epochs": 10**9}
+    training.joined = {"parts": {}, "counters": counters, "epoch": 3}
+    training.restore()
+    assert vars(runner).keys() == {"loaders", "epoch_step", "batch_step", "sample_step"}
 
 
 # Local steps in trainers over a hub

@@ -19,6 +19,7 @@ from dadplug.runners.pytorch_lightning import DADStrategy
 from torch import nn
 
 from dadplug import GradientReduction
+from dadplug.errors import MismatchError
 from dadplug.options import Options
 from dadplug.step.fused import fused_remarks
 from dadplug.tools.cli import add_option_arguments, options_of
@@ -177,6 +178,16 @@ def test_a_file_that_two_sites_write_at_the_same_time_is_always_whole(tmp_path, 
 
 OPTIONS = {option.name: option for option in dataclasses.fields(Options)}
 TYPES = typing.get_type_hints(Options)
+
+
+def test_no_site_names_a_folder_on_another_machine():
+    named = "ftp://host/folder"
+    transport = SimpleNamespace(gather_objects=lambda item: [named, item], sites=["site 0 (a)", "site 1 (b)"])
+    site = SimpleNamespace(_begin_collective=str, _interrupted=False, _elastic_transport=None, global_rank=1)
+    site._transport = transport
+    assert SiteStrategy.broadcast(site, "s3://bucket") == named
+    with pytest.raises(MismatchError, match=r"site 0 \(a\) names 'ftp://host/folder'"):
+        SiteStrategy.broadcast(site, "checkpoints")
 
 
 def constructor(name: str):
