@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
-from ..exchange.fields import COUNT, NUMBER, checked, invalid
+from ..exchange.fields import checked
 from ..step.model_sync import sameness
 from ..step.model_sync.buffers import MovingBuffers
 from ..step.model_sync.samples import warn_of_unequal
 from .delta_format import DeltaFormat, SparseFormat, describe_spoilt, find_spoilt
-from .header import Header
+from .header import Header, read_headers
 from .options import DEFAULT_DECAY, LocalOptions
 
 # The agreed model
@@ -543,7 +543,8 @@ class Agreement:
         Raises:
             MismatchError: if one is invalid, or the sites are at different steps, or train different parameters.
         """
-        sites, headers = self._transport.sites, [*self._read_headers(len(fragment.names)).values()]
+        sites, uniform = self._transport.sites, self._options.weighting == "uniform"
+        headers = [*read_headers(self._headers.wait(), self._transport, len(fragment.names), uniform).values()]
         steps = {header.step: rank for rank, header in enumerate(headers) if not header.finished}
         if len(steps) > 1:
             (one, first), (other, second) = list(steps.items())[:2]
@@ -556,30 +557,6 @@ class Agreement:
             sameness.check_alike(sameness.describe(self._model, settings), self._transport)
             raise MismatchError("the sites have changed which parameters they train in different rounds")
         self._compare_first(headers)
-        return headers
-
-    def _read_headers(self, parameters: int) -> dict[int, Header]:
-        """Wait for the headers of all sites that are present, and return the valid ones by rank.
-
-        Args:
-            parameters: number of parameters of the agreement.
-
-        Raises:
-            MismatchError: if one is invalid, where all sites have to stay.
-        """
-        rounds, sites, headers = self._transport.rounds, self._transport.sites, dict[int, Header]()
-        rows, most = self._headers.wait(), 1 if self._options.weighting == "uniform" else COUNT
-        for rank in rounds.present:
-            try:
-                headers[rank] = Header.read(rows[rank], sites[rank], parameters, most)
-            except MismatchError as error:  # all sites find it, and go on without the site
-                rounds.leave_out(rank, error)
-        for rank, header in [*headers.items()]:  # the steps that follow are counted from the largest number
-            others = max((each.step for other, each in headers.items() if other != rank), default=NUMBER)
-            if header.step > others + COUNT:
-                del headers[rank]
-                why = f"step is {header.step}, where the others are at {others} at most"
-                rounds.leave_out(rank, invalid("header", sites[rank], why))
         return headers
 
     def _first(self) -> tuple[int, int]:

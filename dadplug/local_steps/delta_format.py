@@ -267,6 +267,18 @@ def check_memory(model: nn.Module) -> None:
             )
 
 
+class InvalidDelta(MismatchError):
+    """A payload is not what `SparseFormat.encode` makes.
+
+    Attributes:
+        rank: the site that has sent it.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 def outer_rate(same: int, opposite: int) -> float:
     """Return the outer rate of a round of sparse deltas.
 
@@ -361,7 +373,7 @@ class SparseFormat:
         The memory of the means is that of the last call.
 
         Raises:
-            MismatchError: if a payload is not what `encode` makes; it names the site and the tensor.
+            InvalidDelta: if a payload is not what `encode` makes; it names the site and the tensor.
         """
         means, parts, signs = {}, payloads[torch.uint8], torch.zeros(2, dtype=torch.int64)
         for name, slot in self._slots.items():
@@ -374,9 +386,10 @@ class SparseFormat:
                     try:
                         slot.code.decode(parts[rank][slot.place], mean.view(-1), weight, signs)
                     except ValueError as error:
-                        raise MismatchError(
-                            f"{self._names(rank)} has sent an invalid delta of parameter {name!r}: {error}. The round "
-                            "is not applied: check that all sites run one version of dadplug, and the network between"
+                        raise InvalidDelta(
+                            f"{self._names(rank)} has sent an invalid delta of parameter {name!r}: {error}. It is not "
+                            "applied: check that all sites run one version of dadplug, and the network between",
+                            rank,
                         ) from None
             means[name] = mean
         self._means, self.rate = means, outer_rate(*signs.tolist())

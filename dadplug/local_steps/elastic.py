@@ -36,10 +36,11 @@ from ..exchange import Gather, Transport
 from ..exchange.fields import COUNT, fits, invalid, minority
 from ..step.model_sync import sameness
 from ..step.model_sync.buffers import write_agreed
+from ..step.model_sync.private import is_of_site
 from ..support.logs import get_logger
 from .agreement import Agreement, Fragment, delta_format, divide, fingerprint, is_finite
-from .delta_format import describe_spoilt, find_spoilt
-from .header import Header
+from .delta_format import InvalidDelta, describe_spoilt, find_spoilt
+from .header import Header, read_headers
 from .options import LocalOptions
 
 _log = get_logger(__name__)
@@ -51,6 +52,37 @@ _PLAN = {
     "last": dict[int, int],
     "fragments": list[list[str]],
 }
+
+
+_SETTING = (bool, int, float, Tensor)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of an optimizer's groups that a site gets which joins, see `load_settings`."""
+    return [
+        {name: value for name, value in group.items() if isinstance(value, _SETTING)} if not is_of_site(group) else {}
+        for group in optimizer.param_groups
+    ]
+
+
+def load_settings(optimizer: torch.optim.Optimizer, may_differ: Iterable[str], plan: Mapping[str, Any]) -> None:
+    """Replace settings of an optimizer by those of another site.
+
+    Args:
+        optimizer: the optimizer.
+        may_differ: names of the settings that stay, or "optimizer" for all.
+        plan: state of the other site, with what `settings_of` has returned there.
+
+    Raises:
+        ValueError: if one is no setting, or stands for something else here, such as parameters.
+    """
+    own = {*may_differ}
+    for group, settings in zip(optimizer.param_groups, plan["groups"], strict=True):
+        given = {name: value for name, value in settings.items() if not {name, "optimizer"} & own}
+        # A scheduler that is made later adds some.
+        if not all(isinstance(each, _SETTING) for name in given for each in (group.get(name, 0.0), given[name])):
+            raise ValueError(f"settings {[*given]} are not those of this optimizer")
+        group.update(given)
 
 
 class RoundTime:
@@ -325,7 +357,8 @@ class ElasticAgreement(Agreement):
                 gather.payload.copy_(flat.view(torch.uint8))
                 gather.launch()
         transport.rounds.close(self.admits, idle=not offered.weight)
-        headers = self._read_headers(len(self.agreed.values))
+        uniform = self._options.weighting == "uniform"
+        headers = read_headers(self._headers.wait(), transport, len(self.agreed.values), uniform)
         if not headers:
             raise MismatchError("no site has sent a valid header")
         apart = [*{*minority({rank: header.layout for rank, header in headers.items()})} - {transport.rank}]
@@ -364,7 +397,12 @@ class ElasticAgreement(Agreement):
         while total := sum(header.weight for header in headers.values()):
             count = self._transport.world_size
             shares = [headers[rank].weight / total if rank in headers else 0.0 for rank in range(count)]
-            means = fragment.form.decode(payloads, shares)
+            try:
+                means = fragment.form.decode(payloads, shares)
+            except InvalidDelta as error:  # all sites find it, and go on without the site
+                del headers[error.rank]
+                self._transport.rounds.leave_out(error.rank, error)
+                continue
             if (found := find_spoilt(fragment.form, payloads, means, shares)) is not None:
                 del headers[found[0]]
                 what = describe_spoilt(sites[found[0]], found[1])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ..exchange.fields import COUNT, NUMBER, check_fields
+from ..errors import MismatchError
+from ..exchange import Transport
+from ..exchange.fields import COUNT, NUMBER, check_fields, invalid
 
 
 class Header(NamedTuple):
@@ -60,3 +63,30 @@ _RANGES = {
     "batch": (0, NUMBER),
     "samples": (0, COUNT),
 }
+
+
+def read_headers(rows: Sequence[Tensor], transport: Transport, parameters: int, uniform: bool) -> dict[int, Header]:
+    """Return the valid headers of the sites that are present, by rank.
+
+    Args:
+        rows: the integers of the headers, by rank.
+        transport: the transport.
+        parameters: number of parameters of the agreement.
+        uniform: whether weights are 0 or 1.
+
+    Raises:
+        MismatchError: if one is invalid, where all sites have to stay.
+    """
+    rounds, sites, headers = transport.rounds, transport.sites, dict[int, Header]()
+    for rank in rounds.present:
+        try:
+            headers[rank] = Header.read(rows[rank], sites[rank], parameters, 1 if uniform else COUNT)
+        except MismatchError as error:  # all sites find it, and go on without the site
+            rounds.leave_out(rank, error)
+    for rank, header in [*headers.items()]:  # the steps that follow are counted from the largest number
+        others = max((each.step for other, each in headers.items() if other != rank), default=NUMBER)
+        if header.step > others + COUNT:
+            del headers[rank]
+            why = f"step is {header.step}, where the others are at {others} at most"
+            rounds.leave_out(rank, invalid("header", sites[rank], why))
+    return headers

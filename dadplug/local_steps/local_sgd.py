@@ -21,7 +21,7 @@ from ..reduction import GradientReduction
 from ..step.fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
 from ..step.model_sync import sameness
 from ..step.model_sync.batchnorm import SyncedBatchNorms
-from ..step.model_sync.private import is_of_site, shared_part
+from ..step.model_sync.private import shared_part
 from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful, load_joined
 from ..step.model_sync.samples import SampleCounter
 from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
@@ -31,12 +31,11 @@ from ..support.signature import takes_keywords_of
 from .agreement import Agreement, check_fragments
 from .captured import CapturedGradients
 from .delta_format import check_memory
-from .elastic import ElasticAgreement, RoundTime
+from .elastic import ElasticAgreement, RoundTime, load_settings, settings_of
 from .header import Header
 from .options import LocalOptions, Schedule
 
 _log = get_logger(__name__)
-_SETTING = (bool, int, float, Tensor)
 
 
 class _WarmUpOver(Exception):
@@ -539,32 +538,18 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         """Return the state that a site needs to join: that of the agreed model, at the beginning of the last step."""
         assert isinstance(self._agreement, ElasticAgreement)
         tensors, plan = self._agreement.donate()
-        plan["groups"] = [
-            {name: value for name, value in group.items() if isinstance(value, _SETTING)}
-            if not is_of_site(group)
-            else {}
-            for group in self.optimizer.param_groups
-        ]
+        plan["groups"] = settings_of(self.optimizer)
         return self._join_state(max(self.steps - 1, 0), plan, tensors)
 
     def _adopt(self, joined: JoinState) -> None:
         """Go on from the state of another site: with one step, and then with the agreement that the others are in."""
+        assert isinstance(self._agreement, ElasticAgreement)
         self.steps, self._weight, self._over_at = joined.step, 0, -1
         self._next = self.steps + 1
         self._round.expire()
-        load_joined("local steps", partial(self._adopt_plan, joined.step), joined.plan)
+        load_joined("local steps", partial(self._agreement.adopt, step=joined.step), joined.plan)
+        load_joined("optimizer", partial(load_settings, self.optimizer, self.local_options.may_differ), joined.plan)
         self._join(joined)
-
-    def _adopt_plan(self, step: int, plan: Mapping[str, Any]) -> None:
-        """Take over the agreements and the optimizer's settings of another site."""
-        assert isinstance(self._agreement, ElasticAgreement)
-        self._agreement.adopt(plan, step)
-        own = self.local_options.may_differ
-        for group, settings in zip(self.optimizer.param_groups, plan["groups"], strict=True):
-            given = {name: value for name, value in settings.items() if not {name, "optimizer"} & {*own}}
-            if not all(isinstance(each, _SETTING) for name in given for each in (group[name], given[name])):
-                raise ValueError(f"the optimizer has no settings {[*given]}")
-            group.update(given)
 
     def _rejoin(self) -> None:
         """Join again after this site was dropped: what it had not sent is lost, and its error memory begins anew.

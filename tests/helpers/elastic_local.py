@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import dadplug
 from dadplug.local_steps import elastic
-from dadplug.local_steps.delta_format import DeltaFormat
+from dadplug.local_steps.delta_format import DeltaFormat, SparseFormat
 from dadplug.local_steps.elastic import ElasticAgreement
 from dadplug.local_steps.header import Header
 
@@ -41,8 +41,8 @@ class Case:
         stop: file that contains the least number of steps, once it exists; empty for none.
         leave: step in which the process is killed; -1 for never.
         how: "step" before it, "agreement" before the end of the hub's round, "sent" in the step after an agreement;
-            "lies" to send NaN in place of finite deltas in the agreement that `spoils` numbers; "hesitates" to be held
-            up when it is asked for its state.
+            "lies" to send NaN, or what is no code, in place of deltas in the agreement that `spoils` numbers;
+            "hesitates" to be held up when it is asked for its state.
         late: agreement at which the site waits until another one has reached two more; -1 for none.
         other: folder of the other site.
         spoils: agreement before which a parameter gets NaN; -1 for none.
@@ -146,11 +146,12 @@ def disturb(case: Case) -> None:
                 time.sleep(0.01)
         self.own_buffers = sums(self._model.buffers())
         if case.how == "lies" and self.count == case.spoils:
-            encode = DeltaFormat.encode
-            DeltaFormat.encode = lambda form, deltas, payloads: (
+            kind = SparseFormat if "density" in case.options else DeltaFormat
+            encode = kind.encode
+            kind.encode = lambda form, deltas, payloads: (
                 encode(form, deltas, payloads),
-                [each.fill_(float("nan")) for each in payloads.values()],
-                setattr(DeltaFormat, "encode", encode),
+                [each.view(torch.uint8).fill_(255) for each in payloads.values()],
+                setattr(kind, "encode", encode),
             )
         elif self.count == case.spoils and weight and not case.header:
             with torch.no_grad():

@@ -4,11 +4,9 @@
 """
 
 import contextlib
-import copy
 import dataclasses
 import enum
 import importlib
-import math
 import os
 import pkgutil
 import random
@@ -24,6 +22,7 @@ import numpy as np
 import pytest
 import support
 import torch
+from altered import altered_item
 from dadplug.hooks.factor import LINEAR, Form
 from msgspec.msgpack import Decoder, encode
 from msgspec.structs import replace
@@ -89,7 +88,7 @@ from dadplug.hub.wire.messages import (
 )
 from dadplug.hub.wire.streams import Tag
 from dadplug.local_steps.delta_format import SparseFormat
-from dadplug.local_steps.elastic import ElasticAgreement
+from dadplug.local_steps.elastic import ElasticAgreement, load_settings, settings_of
 from dadplug.local_steps.header import Header
 from dadplug.local_steps.options import LocalOptions
 from dadplug.parameter_server import service, streams
@@ -725,40 +724,25 @@ def test_a_site_that_joins_loads_the_state_of_an_optimizer_or_says_that_it_canno
 # Plans of other sites
 
 
-def altered_item(item, chance: random.Random):
-    """Return an object with one of its parts replaced by another value, which may be of another type."""
-    fields = [each.name for each in dataclasses.fields(item)] if dataclasses.is_dataclass(item) else []
-    places = fields or ([*item] if isinstance(item, dict) else [*range(len(item))] if isinstance(item, list) else [])
-    if not places or chance.random() < 0.1:
-        rest = item[1:] if isinstance(item, list) else item
-        return chance.choice([None, -1, 0, 3, 1 << 20, 1 << 40, 1 << 62, 0.5, math.nan, math.inf, "x", [], {}, rest])
-    made, place = copy.copy(item), chance.choice(places)
-    if fields:
-        object.__setattr__(made, place, altered_item(getattr(item, place), chance))
-    else:
-        made[place] = altered_item(item[place], chance)
-    return made
-
-
 def test_agreements_of_another_site_are_followed_or_refused():
     model, chance, refused, transport = torch.nn.Linear(3, 2).half(), random.Random(0), 0, Arrives()
     transport.inside, transport.rounds = None, Rounds(3)
-    joiner = object.__new__(dadplug.LocalSGD)
-    joiner.optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    joiner.local_options = LocalOptions(min_sites=1, outer_lr=0.7, outer_momentum=0.9)
-    joiner._agreement = agreement = ElasticAgreement(model, joiner.local_options, transport)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    agreement = ElasticAgreement(model, LocalOptions(min_sites=1, outer_lr=0.7, outer_momentum=0.9), transport)
     agreement.begin()
     values = {name: each.float() for name, each in model.named_parameters()}
     agreement.agreed.move(values, dict.fromkeys(values, 1.0))
-    plan = agreement.donate()[1] | {"groups": [{"lr": 0.1, "nesterov": False}]}
+    plan = agreement.donate()[1] | {"groups": settings_of(optimizer)}
     for number in range(2 * COUNT):
         lie = altered_item(plan, chance) if number else plan | {"groups": [{"params": 1.0}]}
         with contextlib.suppress(MismatchError):
-            load_joined("local steps", partial(joiner._adopt_plan, 4), codec.decode(codec.encode(lie)))
+            lie = codec.decode(codec.encode(lie))
+            load_joined("local steps", partial(agreement.adopt, step=4), lie)
+            load_joined("optimizer", partial(load_settings, optimizer, ()), lie)
             agreement._plan()
             continue
         refused += 1
-        assert len(joiner.optimizer.param_groups[0]["params"]) == 2
+        assert len(optimizer.param_groups[0]["params"]) == 2
     assert COUNT / 2 < refused < 2 * COUNT
 
 
