@@ -71,7 +71,7 @@ def fits(value: Any, kind: Any) -> bool:
     if kind in (int, float):
         if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
             return False
-        return not isinstance(value, Integral) or -_LONGEST <= value < _LONGEST
+        return not isinstance(value, Integral) or -_LONGEST <= int(value) < _LONGEST
     if not isinstance(value, origin or kind):
         return False
     if origin is tuple and of[-1] is not ...:

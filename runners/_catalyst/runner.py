@@ -32,6 +32,7 @@ from ...step.model_sync.private import (
     private_state,
     shared_part,
 )
+from ...step.model_sync.replicated_model import load_joined
 from ...step.model_sync.samples import batches_before, takes_part
 from ...support.files import load_tensors
 from ...support.refusals import refuse
@@ -104,9 +105,11 @@ class ElasticTraining(TrainerState):
 
     def restore(self) -> None:
         """Restore the state of another site, if this one joins."""
-        runner, state = self._trainer, self.joined
-        if state is None:
-            return
+        if self.joined is not None:
+            load_joined(self._training, self._restore, self.joined)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        runner = self._trainer
         self.restore_parts()
         for name in _COUNTERS:
             setattr(runner, name, state["counters"][name])

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ...errors import MismatchError
 from ...exchange import Transport, codec
 from ...exchange.fields import checked
 from ...exchange.restrictions import METRICS, declared
+from ...step.model_sync.replicated_model import load_joined
 from ...support.refusals import refuse
 from ..joining import TrainerState
 from ..loaders import known_length
@@ -191,10 +193,13 @@ class ElasticFit(TrainerState):
         Args:
             run: ends with the run.
         """
-        state, trainer, strategy = self.joined, self._trainer, self._strategy
-        if state is None:
+        if self.joined is None:
             self._check_state()
-            return
+        else:
+            load_joined(self._training, partial(self._restore, run), self.joined)
+
+    def _restore(self, run: ExitStack, state: dict[str, Any]) -> None:
+        trainer, strategy = self._trainer, self._strategy
         self.restore_parts()
         for callback in trainer.callbacks:
             own = state["callbacks"].get(callback.state_key)

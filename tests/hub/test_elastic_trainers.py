@@ -16,6 +16,8 @@ from elastic_data import batch_of, batches_of, net, scores, trained_in_one_proce
 from fleet import ENDED, Fleet, MortalHub
 from running_hub import add_site
 
+from dadplug.errors import MismatchError
+
 support.need("pytorch_lightning")
 
 PROGRAM = str(Path(__file__).resolve().parents[1] / "helpers" / "elastic_lightning.py")
@@ -326,6 +328,9 @@ def test_a_state_of_another_site_sets_no_other_attribute_of_a_runner():
     training.joined = {"parts": {}, "counters": counters, "epoch": 3}
     training.restore()
     assert vars(runner).keys() == {"loaders", "epoch_step", "batch_step", "sample_step"}
+    training.joined = {"parts": {}, "counters": []}
+    with pytest.raises(MismatchError, match="another site has sent a state of 'training' that cannot be loaded here"):
+        training.restore()
 
 
 # Local steps in trainers over a hub

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...errors import DroppedError, MismatchError
+from ...errors import DadplugError, DroppedError, MismatchError
 from ...exchange import Traffic, Transport, open_transport
 from ...exchange.codec import register
 from ...exchange.fields import NUMBER, fits
@@ -84,10 +84,12 @@ def load_joined(name: str, load: Callable[[Any], object], state: Any) -> None:
         state: the part.
 
     Raises:
-        MismatchError: if it cannot be loaded.
+        MismatchError: if it cannot be loaded; other errors of dadplug as they are.
     """
     try:
         load(state)
+    except DadplugError:
+        raise
     except Exception as error:
         raise MismatchError(
             f"another site has sent a state of {name!r} that cannot be loaded here: {error!r}"

@@ -267,8 +267,7 @@ class Reducer:
                 if number < handler.rounds:
                     handler.proceed(number)
         headers, late = self._exchange_late(known or receive())
-        self._measure(headers, late)
-        sums = [(name, parameter, bucket.wait(context.shares)[0]) for name, parameter, bucket in late]
+        sums = self._agreed(headers, late)
         self._check_sent(headers, sums)
         write = _counts(headers)
         write_gradients([(parameter, value) for _, parameter, value in sums if write])
@@ -337,6 +336,11 @@ class Reducer:
             for handler in self._handlers if context.factor(rank) < 1 else ():
                 for position in handler.positions if handler.blind else ():
                     header.dense[position] |= header.present[position]
+
+    def _agreed(self, headers: Sequence[StepHeader], late: Sequence[_Late]) -> list[_Sum]:
+        """Return the agreed gradients that no handler sends, clipped by what has arrived."""
+        self._measure(headers, late)
+        return [(name, parameter, bucket.wait(self._context.shares)[0]) for name, parameter, bucket in late]
 
     def _measure(self, headers: Sequence[StepHeader], late: Sequence[_Late]) -> None:
         """Clip by what has arrived of a site where that is larger than its header states; the same at all sites."""
