@@ -52,7 +52,6 @@ METHODS = (
 TRAINING, FINE_TUNING, FROM_SCRATCH = 2e-3, 5e-4, 1e-4  # learning rates of Adam
 WARM_UP = 3
 INTERVAL, FAST = 16, 0.3  # steps that are timed together where one is expected to take fewer seconds
-SETTLE = 40  # steps after which a rank that follows the link has been chosen
 
 
 def bert() -> nn.Module:
@@ -98,15 +97,17 @@ def time_steps(way: Way, data: Tensor, arguments: argparse.Namespace) -> dict[st
             continue
         if not arguments.loopback:
             reshape(rate)
-            for _ in range(SETTLE if "rank=auto" in arguments.methods and arguments.model == "bytes" else 0):
-                take_step(way, *batch)
         # Sites that wait for one another in turn over a long link have long and short steps.
-        interval = max(way.every, INTERVAL if expected < FAST else 1)
-        measured = step_time.time_steps(partial(take_step, way, *batch), 15, arguments.seconds, 3, interval)
-        found[rate] = {"seconds": measured.seconds, "bytes": measured.nbytes, "predicted": False}
+        found[rate] = time_step(way, batch, max(way.every, INTERVAL if expected < FAST else 1), arguments)
     if not arguments.loopback:
         reshape("none")
     return found
+
+
+def time_step(way: Way, batch: tuple[Tensor, Tensor], interval: int, arguments: argparse.Namespace) -> dict:
+    """Return the median seconds of a step on the present link, over intervals, and the bytes that a site sends."""
+    measured = step_time.time_steps(partial(take_step, way, *batch), 15, arguments.seconds, 3, interval)
+    return {"seconds": measured.seconds, "bytes": measured.nbytes, "predicted": False}
 
 
 def run_site(arguments: argparse.Namespace) -> None:
@@ -123,18 +124,20 @@ def run_site(arguments: argparse.Namespace) -> None:
         name = parse(arguments.methods)[0]
         steps = int(arguments.steps * (1.0 if name in ("ddp", "alone") else arguments.most))
         curve = [] if name == "alone" else train(way, data, held_out, seed, steps, arguments.every)
-        curves = {}
+        curves, settled = {}, {}
         if "rank=auto" in arguments.methods and not arguments.loopback:
             for link in arguments.rates.split(","):
                 reshape(link)
                 copy = deepcopy(start)
                 chooses = Way(copy, arguments.methods, 8, torch.optim.Adam(copy.parameters(), rate))
                 curves[link] = train(chooses, data, held_out, seed, steps, arguments.every)
+                batch = windows(data, BATCH, torch.Generator().manual_seed(dist.get_rank()))
+                settled[link] = time_step(chooses, batch, INTERVAL, arguments)
                 chooses.detach()
             reshape("none")
         row = {"model": arguments.model, "method": arguments.methods, "seed": seed, "every": arguments.every}
         row |= {"steps": arguments.steps, "curve": curve, "curves": curves, "processor": processor()}
-        row["times"] = time_steps(way, data, arguments) if seed == 0 else {}
+        row["times"] = time_steps(way, data, arguments) | settled if seed == 0 else {}
         way.detach()
         if dist.get_rank() == 0:
             append(arguments.result, row)
