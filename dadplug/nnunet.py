@@ -187,6 +187,8 @@ class DadplugTraining(_Trainer):
     def on_train_start(self) -> None:
         """Prepare the data as nnU-Net does; then connect to the other sites, and start from equal models.
 
+        A training that has ended, which ``--c`` starts again for its validation, connects to no site.
+
         Raises:
             MismatchError: if plans, labels, epochs or checkpoints differ between sites; it names the sites.
             SiteError: if a site does not come in time.
@@ -195,6 +197,8 @@ class DadplugTraining(_Trainer):
         connected = kit or current_connection()
         refuse((self._elastic and not connected, f"min_sites needs a hub: set {KIT} to the folder of this site's kit"))
         super().on_train_start()  # before others wait for this site, and before processes could inherit connections
+        if self.current_epoch >= self.num_epochs:
+            return
         if not dist.is_initialized():
             backend = "gloo" if self.device.type == "cpu" and kit is None else None
             connect(kit=kit, backend=backend, timeout=self._timeout, **self._start)
@@ -300,8 +304,9 @@ class DadplugTraining(_Trainer):
     def on_train_end(self) -> None:
         """Write the last checkpoint, and end the exchange; each site validates on its own cases afterwards."""
         super().on_train_end()
-        self._memory_file(Path(self.output_folder) / _LATEST).unlink(missing_ok=True)
-        self.wrapped.reduction.detach()
+        if self.wrapped is not None:
+            self._memory_file(Path(self.output_folder) / _LATEST).unlink(missing_ok=True)
+            self.wrapped.reduction.detach()
 
     def perform_actual_validation(self, save_probabilities: bool = False) -> None:
         """Validate on this site's own cases, in the process that writes the files."""

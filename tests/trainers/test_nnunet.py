@@ -213,6 +213,11 @@ def test_sites_with_data_of_their_own_plan_alike_and_train(tmp_path):
     assert a.steps()[7]["digest"] == b.steps()[7]["digest"]
     planned = json.loads(plans[0].read_text())["configurations"]["3d_fullres"]["batch_size"]
     assert {line["batch"] for line in [*a.steps().values(), *b.steps().values()]} == {planned}
+    summary = b.results / "validation" / "summary.json"
+    summary.unlink()  # as if the site had been killed in its validation
+    b.train("--c", RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), DADPLUG_OPTIONS="timeout=5")
+    b.end()
+    assert json.loads(summary.read_text())["foreground_mean"]
 
 
 FOUND = """
