@@ -321,8 +321,14 @@ class DadplugTraining(_Trainer):
 
     def save_checkpoint(self, filename: str) -> None:
         """Write a checkpoint, and beside the latest one what this process's reduction keeps from step to step."""
-        super().save_checkpoint(filename)
-        path = Path(filename)
+        path, part = Path(filename), Path(f"{filename}.part")
+        try:
+            super().save_checkpoint(str(part))
+            if self.local_rank == 0 and part.exists():
+                part.replace(path)  # a full disk leaves the last one as it was
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
         if path.name == _LATEST and self.wrapped is not None and not self.disable_checkpointing:
             content = BytesIO()
             torch.save({"epoch": self.current_epoch + 1, "state": self.wrapped.site_state()}, content)

@@ -17,6 +17,8 @@ from nnunet_data import DATASET, Site, write_cases, write_plans
 from running_hub import running_hub
 from support import free_port
 
+from dadplug.nnunet import DadplugTraining
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -218,6 +220,27 @@ def test_sites_with_data_of_their_own_plan_alike_and_train(tmp_path):
     b.train("--c", RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), DADPLUG_OPTIONS="timeout=5")
     b.end()
     assert json.loads(summary.read_text())["foreground_mean"]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(tmp_path):
+    class Full:
+        def save_checkpoint(self, filename: str) -> None:
+            Path(filename).write_bytes(b"ha")
+            if self.full:
+                raise RuntimeError("enforce fail at inline_container.cc")
+
+    class Trainer(DadplugTraining, Full):
+        wrapped, local_rank, full = None, 0, False
+
+    trainer, latest = Trainer.__new__(Trainer), tmp_path / "checkpoint_latest.pth"
+    trainer.save_checkpoint(str(latest))
+    assert latest.read_bytes() == b"ha"
+    latest.write_bytes(b"whole")
+    trainer.full = True
+    with pytest.raises(RuntimeError, match="enforce fail"):
+        trainer.save_checkpoint(str(latest))
+    assert latest.read_bytes() == b"whole"
+    assert [*tmp_path.iterdir()] == [latest]
 
 
 FOUND = """
