@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..exchange import Transport
 from ..exchange.codec import register
-from ..exchange.fields import checked
+from ..exchange.fields import COUNT, checked, fits
 from ..hooks import LINEAR, CapturedLayer, Form, LayerCapture, OwnHook, Recorder, capturable_layers
 from ..step.methods.base import GradientPath
 from ..step.methods.feedback import LossScales
@@ -32,6 +32,8 @@ from .noise_formulas import NO_ESTIMATE, SKETCH, Call, NoiseEstimate, Part
 
 _EVERY = 32  # a measured step may take up to twice as long as others
 _MEMORY = 300.0  # steps over which estimates are averaged, about
+_MOST_PARTS = 256  # micro-batches of a site, whose products take a time that grows with the square of their number
+_LARGEST = 1e150  # estimate that counts
 _AS_THEY_ARE = (GradientPath.ALLREDUCE, GradientPath.FACTORS, GradientPath.ACTIVATIONS)
 
 
@@ -145,7 +147,14 @@ class GradientNoise:
 
         Args:
             state: the state.
+
+        Raises:
+            ValueError: if it has an entry of another type, or a number out of range.
         """
+        counts = [state[name] or 0 for name in ("base_batch", "batch", "asked", "every")]
+        plain = fits(counts, list[int]) and fits(state["next"], int) and all(0 <= each <= COUNT for each in counts)
+        if not (plain and fits(state["averages"], dict[str, list[float]]) and fits(state["seen"], list[str])):
+            raise ValueError("the state of the noise has an entry of another type, or a number out of range")
         self.base_batch, self.batch = state["base_batch"], state["batch"]
         self.wish, self._agreed_every, self._next = state["asked"] or 0, state["every"], state["next"]
         self._averages = {name: _Average(*values) for name, values in state["averages"].items()}
@@ -238,11 +247,12 @@ class GradientNoise:
             return  # a site has left in the meantime
         sites = [(shares[rank], every[rank]) for rank in sorted(shares)]
         counts = [(share, site.samples) for share, site in sites]
-        if len({(each.norms.shape[1:], each.sketched.shape[1:], each.agreed.shape) for _, each in sites}) > 1:
+        alike = [report, *(each for _, each in sites)]
+        if len({(each.norms.shape[1:], each.sketched.shape[1:], each.agreed.shape) for each in alike}) > 1:
             return  # they have measured other parameters
         if not all(site.parts for _, site in sites):
             return  # a site has begun its plan anew, and measured nothing
-        estimates = estimate_step(sites, [*own.values], own.compressed)
+        estimates = _in_range(lambda: estimate_step(sites, [*own.values], own.compressed))
         self._averages = {name: each for name, each in self._averages.items() if name in estimates}
         self._seen = set(estimates)
         self._add(step, estimates)
@@ -261,12 +271,14 @@ class GradientNoise:
         if shares.keys() <= every.keys():
             counts = [(shares[rank], every[rank][0]) for rank in sorted(shares)]
             norms = [every[rank][1] for rank in sorted(shares)]
-            self._add(step, pair.estimate(_effective_samples(counts), norms))
+            if len({(each.shape, each.dtype) for each in (report[1], *norms)}) > 1:
+                return  # they have measured other parameters
+            self._add(step, _in_range(lambda: pair.estimate(_effective_samples(counts), norms)))
 
     def _add(self, step: int, estimates: Mapping[str, NoiseEstimate]) -> None:
-        """Add estimates to the averages; those that are not finite do not count."""
+        """Add estimates to the averages; those out of range do not count."""
         for name, estimate in estimates.items():
-            if math.isfinite(estimate.variance) and math.isfinite(estimate.squared_norm):
+            if abs(estimate.variance) < _LARGEST and abs(estimate.squared_norm) < _LARGEST:
                 self._averages[name] = _Average.after(self._averages.get(name), step, estimate)
         self._sum_up()
 
@@ -419,6 +431,19 @@ class SiteNorms:
     squares: Tensor
     sketched: Tensor
     agreed: Tensor
+
+    def __post_init__(self) -> None:
+        """Check that the numbers belong together, as they may come from another site.
+
+        Raises:
+            ValueError: if they do not.
+        """
+        tensors = (self.norms, self.squares, self.sketched, self.agreed)
+        rows, shapes = len(self.parts), [[*each.shape] for each in tensors]
+        places, sketches = shapes[3][:1], shapes[2][1:2]
+        expected = [[rows, *places], [rows, *places], [rows, *sketches, SKETCH**2], places]
+        if shapes != expected or rows > _MOST_PARTS or any(each.dtype != torch.float64 for each in tensors):
+            raise ValueError(f"norms of {rows} micro-batches have the shapes {shapes}")
 
 
 @dataclass
@@ -669,6 +694,14 @@ def _fill(row: Tensor, values: dict[int, Tensor]) -> None:
 
 
 # Estimates from what all sites have measured
+
+
+def _in_range(estimate: Callable[[], dict[str, NoiseEstimate]]) -> dict[str, NoiseEstimate]:
+    """Return estimates; none where a site has sent numbers from which they cannot be computed."""
+    try:
+        return estimate()
+    except (ArithmeticError, ValueError):
+        return {}
 
 
 def _effective_samples(sites: Sequence[tuple[float, int]]) -> float:

@@ -1,9 +1,12 @@
 """Gradient noise of a reduction, held against the gradients of single samples, which autograd computes; AdaScale."""
 
+import copy
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from dadplug.hooks import LINEAR
@@ -11,8 +14,10 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import dadplug
+from dadplug.adaptive import noise
 from dadplug.adaptive.noise import GradientNoise
 from dadplug.adaptive.noise_formulas import NO_ESTIMATE, Call, NoiseEstimate, gain, layout_of, squared_norms
+from dadplug.errors import DamagedError
 
 
 class Transformer(nn.Module):
@@ -296,6 +301,43 @@ def test_state_goes_on_where_it_was_saved():
             found.append((reduction.noise.variance, reduction.gain))
         reduction.detach()
         assert found == expected_next
+
+
+def made_up(report, **values):
+    """Return a report with other values, which are not checked."""
+    found = copy.copy(report)
+    for name, value in values.items():
+        object.__setattr__(found, name, value)
+    return found
+
+
+@support.at_sites(2)
+def test_norms_that_a_site_has_made_up_end_no_step_or_name_it():
+    report = noise._report
+    zeros = torch.zeros(1, 2, dtype=torch.float64)
+    lies = {
+        "no samples": lambda found: {"samples": 0},
+        "no part": lambda found: {"parts": [0.0]},
+        "infinite": lambda found: {"norms": found.norms * 1e308, "squares": found.squares * -1e308 * 10},
+        "rows": lambda found: {"parts": [1.0] * 3},
+        "many": lambda found: {"parts": [1.0] * 10**4, "norms": found.norms.repeat(10**4, 1)},
+        "columns": lambda found: {"squares": zeros},
+        "type": lambda found: {"norms": found.norms.long()},
+    }
+    for place, (name, lie) in enumerate(lies.items()):
+        model = build("mlp")
+        reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2)
+        reduction.noise.every = 1
+        step(model, reduction, *batch("mlp", 7, 0))
+        if dist.get_rank():
+            noise._report = lambda *given, lie=lie: made_up(report(*given), **lie(report(*given)))
+        try:
+            with pytest.raises(DamagedError, match="1") if place > 2 else nullcontext():
+                step(model, reduction, *batch("mlp", 7, 1))
+        finally:
+            noise._report = report
+        assert math.isnan(reduction.noise.variance), name
+        reduction.detach()
 
 
 def test_rows_divide_into_samples_by_the_size_of_the_batch():
