@@ -1,9 +1,12 @@
 """The rank that the defaults choose by the link: equal at all sites, kept in checkpoints, and never a given one."""
 
 import copy
+import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import support
 import torch
@@ -238,17 +241,18 @@ def test_layers_fed_by_data_send_a_component_for_four_samples() -> None:
         reduction.detach()
 
 
-def test_reports_out_of_range_name_their_site() -> None:
-    class Method:
-        max_rank = largest_rank = 8
-
-    class Planner:
-        has_owners, units = False, ()
-
+def choice_of(rank: int) -> tuple[RankChoice, SimpleNamespace]:
+    """Return a choice with this rank, and the transport between the two sites."""
+    method = SimpleNamespace(max_rank=rank, largest_rank=rank)
+    planner = SimpleNamespace(has_owners=False, units=(), busiest_share=1.0)
     sites = SimpleNamespace(
         world_size=2, sites=["site 0 (a)", "site 1 (b)"], traffic=SimpleNamespace(bytes_sent=1), rounds=Rounds(2)
     )
-    chosen = RankChoice(Method(), Options(), sites, Planner())
+    return RankChoice(method, Options(), sites, planner), sites
+
+
+def test_reports_out_of_range_name_their_site() -> None:
+    chosen, sites = choice_of(8)
     for place, value in ((0, math.nan), (1, -1.0), (5, 0.0), (5, 1e9), (5, math.inf), (3, "no"), (10, None)):
 
         def gather(numbers, place=place, value=value):
@@ -259,3 +263,16 @@ def test_reports_out_of_range_name_their_site() -> None:
         sites.gather_present = gather
         with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid report on its steps"):
             chosen._compare()
+
+
+@pytest.mark.parametrize("by_byte", [1e-6, math.inf])
+def test_no_times_of_the_first_site_end_the_others(monkeypatch: pytest.MonkeyPatch, by_byte: float) -> None:
+    monkeypatch.setattr(RankChoice, "_measure", lambda *_, **__: by_byte)
+    for lie in itertools.product((0.0, 1e-300, 1e308, math.inf), repeat=5):
+        chosen, sites = choice_of(4)
+        chosen._choice = replace(chosen._choice, rank=4)
+        chosen._times.extend([(STEP, STEP / 2)] * choice._WINDOW)
+        sites.gather_present = lambda own, lie=lie: {0: (*own[:6], *lie[:4], np.float64(lie[4])), 1: own}
+        chosen._compare()
+        str(chosen.choice)
+    assert {type(each) for each in chosen.state_dict()["times"]} == {float}  # which checkpoints can hold

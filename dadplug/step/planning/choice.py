@@ -224,7 +224,7 @@ class RankChoice:
         self._last = self._last._replace(looks=float(not self._last.looks))
         if self._choice.rank == self._options.largest_rank or not self._last.looks:
             return False
-        return 1 / self._measure(_PROBE[0], rounds=1) > _FASTER / self._last.by_byte
+        return self._last.by_byte > _FASTER * self._measure(_PROBE[0], rounds=1)
 
     def _choose(self, step: float, wait: float, nbytes: float, first: bool) -> None:
         present, largest = self._present, self._options.largest_rank
@@ -269,7 +269,7 @@ class RankChoice:
         """Gather numbers of the sites that are present, by rank, in ascending order."""
         kind = GenericAlias(tuple, (float,) * len(numbers))
         found = checked(self._transport.gather_present((*numbers,)), kind, "report on its steps", self._transport)
-        return {rank: [*report] for rank, report in found.items()}
+        return {rank: [*map(float, report)] for rank, report in found.items()}  # others may send numpy's numbers
 
     @property
     def room(self) -> int:
