@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import escaped
 from ..exchange.fields import checked
 from ..exchange.handshake import reachable_address
 from ..exchange.transport import Streams, Transport
@@ -401,7 +402,7 @@ def _import(transport: Transport) -> Any:
     every = transport.gather_present(reason)
     for site, why in checked(every, str, "reason", transport).items():
         if why:
-            raise ImportError(f"{_HOW}. At {transport.sites[site]}: {why}")
+            raise ImportError(f"{_HOW}. At {transport.sites[site]}: {escaped(why)}")
     return adapm
 
 

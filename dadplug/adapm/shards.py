@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..errors import DamagedError, SiteError
+from ..errors import DamagedError, SiteError, escaped
 from ..exchange.fields import checked, invalid
 from ..support.files import load_tensors, replacing, sync_folder
 from ..support.refusals import refuse
@@ -367,11 +367,11 @@ def on_all_sites(model: AdaModel, action: Callable[[], Any], what: str, own: boo
         raise
     except Exception as caught:
         error = caught
-    own_report = None if error is None else [type(error).__name__, f"{error}", what]
+    own_report = None if error is None else (type(error).__name__, f"{error}", what)
     reports = dict(enumerate(model.manager.gather_objects(own_report)))
-    for site, report in checked(reports, list[str] | None, "report", model.manager.transport).items():
+    for site, report in checked(reports, tuple[str, str, str] | None, "report", model.manager.transport).items():
         if report is not None:
-            kind, text, failed = report
+            kind, text, failed = map(escaped, report)
             if own and kind in _KINDS:
                 raise _KINDS[kind](text) from error
             raise RuntimeError(f"{failed}, at site {site}: {kind}: {text}") from error

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from ..errors import MismatchError
+from ..errors import MismatchError, escaped
 from ..exchange import Traffic, Transport
 from ..exchange.codec import register
 from ..exchange.fields import checked
@@ -152,7 +152,7 @@ def _gather(produce: Callable[[], _Item], kind: Any, transport: Transport) -> li
     every = [*checked(transport.gather_present(item), kind | str, "report", transport).values()]
     for rank, each in enumerate(every):
         if isinstance(each, str):
-            raise RuntimeError(f"{transport.sites[rank]} cannot choose the batch: {each}") from failure
+            raise RuntimeError(f"{transport.sites[rank]} cannot choose the batch: {escaped(each)}") from failure
     return every
 
 

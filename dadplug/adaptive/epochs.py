@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import MismatchError
+from ..errors import MismatchError, escaped
 from ..exchange import DEFAULT_TIMEOUT, Transport, codec
 from ..exchange.fields import checked
 from ..support.files import PRIVATE, write_file
@@ -275,8 +275,10 @@ def _newest(path: Path | None, transport: Transport) -> tuple[str, dict[str, Any
     damages = [each for _, each, _ in every.values() if each is not None]
     if not facts:
         if damages:
-            raise ValueError(f"{damages[0]}; remove the file to begin anew")
+            raise ValueError(f"{escaped(damages[0])}; remove the file to begin anew")
         return every[0][2], None
+    sizes = [facts[rank][3] if rank in facts else 0 for rank in every]
+    codec.check_lengths(sizes, transport.sites.__getitem__, codec.MAX_BYTES)
     first = min(facts)
     for rank, (run, *_) in facts.items():
         if run != facts[first][0]:
@@ -327,7 +329,7 @@ def _write_everywhere(path: Path | None, content: bytes, transport: Transport) -
         except OSError as error:
             outcome = f"checkpoint {path} cannot be written, the last one is left: {error.strerror}"
     every = checked(transport.gather_present(outcome), str | None, "outcome", transport)
-    outcomes = [each for each in every.values() if each is not None]
+    outcomes = [escaped(each) for each in every.values() if each is not None]
     if "" not in outcomes:
         raise OSError(next(iter(outcomes), "no process has a path for the checkpoint"))
     if outcome:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import DamagedError
+from ..errors import DamagedError, escaped
 from ..support.registry import Registry
 from .restrictions import OBJECTS, declared
 
@@ -525,5 +525,6 @@ def decode_objects(
         except DamagedError as error:
             raise DamagedError(f"{name(rank)}: {error}") from error
         if isinstance(objects[-1], Refusal):
-            raise TypeError(f"{name(rank)} has an object that cannot be gathered: {objects[-1].reason}") from refusal
+            why = escaped(str(objects[-1].reason))
+            raise TypeError(f"{name(rank)} has an object that cannot be gathered: {why}") from refusal
     return objects

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 import dadplug
+from dadplug.adaptive import adaptive_loader, epochs
 from dadplug.errors import DadplugError
-from dadplug.exchange import group_transport
+from dadplug.exchange import codec, group_transport
 from dadplug.exchange.fields import fits, minority
 from dadplug.exchange.handshake import reachable_address
 from dadplug.exchange.rounds import Rounds
@@ -121,6 +122,9 @@ class OneLies:
     def gather_present(self, item: Any) -> dict[int, Any]:
         return {0: item, 1: self.lie}
 
+    def close(self) -> None:
+        pass
+
 
 def agree_on_fused(transport: Any) -> None:
     model = nn.Linear(2, 2)
@@ -138,6 +142,30 @@ GATHERS = {
     "weights": lambda each: sameness.take_over(each, 1, sameness.tensors_of(nn.Linear(2, 2))),
     "fused steps": agree_on_fused,
 }
+
+
+HARMFUL = "no data\r\x1b[2J\x1b]0;title\x07"
+TEXTS = {
+    "problem": (HARMFUL, lambda each: sameness.raise_problems("", each)),
+    "failure": (HARMFUL, lambda each: adaptive_loader._gather(lambda: 1.0, float, each)),
+    "checkpoint": ((None, HARMFUL, "x"), lambda each: epochs._newest(None, each)),
+    "outcome": (HARMFUL, lambda each: epochs._write_everywhere(None, b"", each)),
+    "refusal": (None, lambda each: codec.decode_objects([(1, codec.encode(codec.Refusal(HARMFUL)))], None)),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_of_other_sites_in_errors_act_on_no_terminal(name: str) -> None:
+    lie, call = TEXTS[name]
+    with pytest.raises(Exception, match=r"no data\\r\\x1b\[2J") as found:
+        call(OneLies(lie))
+    assert str(found.value).isprintable()
+
+
+@pytest.mark.parametrize("length", [-1, 1 << 62])
+def test_the_length_of_another_sites_checkpoint_is_checked(length: int) -> None:
+    with pytest.raises(DadplugError, match=r"site 1 \(b\) announces"):
+        epochs._newest(None, OneLies((("run", 1, b"", length), None, "x")))
 
 
 @pytest.mark.parametrize("name", GATHERS)

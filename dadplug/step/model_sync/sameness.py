@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...errors import MismatchError
+from ...errors import MismatchError, escaped
 from ...exchange import Transport
 from ...exchange.fields import checked
 from ...exchange.restrictions import STATES, declared
@@ -305,7 +305,7 @@ def raise_problems(problem: str, transport: Transport) -> None:
     every = transport.gather_present(problem)
     for rank, found in checked(every, str | None, "problem", transport).items():
         if found:
-            text = problem or f"{transport.sites[rank]}: {found}"
+            text = problem or f"{transport.sites[rank]}: {escaped(found)}"
             transport.close()
             raise ValueError(text)
 
