@@ -78,6 +78,7 @@ class TrainingState(TrainerState):
     """State of nnU-Net's trainer at the beginning of a step, which a site gets that joins the others."""
 
     _place = None  # each program has one training
+    _kinds = {"epoch": int, "iteration": int, "logged": str, "best": float | None}
 
     def _parts(self) -> dict[str, Any]:
         return {"optimizer": self._trainer.optimizer, "scaler": self._trainer.grad_scaler}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from ..errors import MismatchError
 from ..exchange import Transport
+from ..exchange.fields import fits, invalid
 from ..step.model_sync.private import load_joined_state, shared_state
 from ..step.model_sync.replicated_model import load_joined
 
@@ -27,6 +29,7 @@ class TrainerState:
     """
 
     _training = "training"  # what the trainer calls it, for messages
+    _kinds: Mapping[str, Any] = {}  # types of what `_progress` returns, by name
 
     def __init__(self, trainer: Any, transport: Transport | None = None, sends_optimizer: bool = True) -> None:
         self._trainer, self._transport, self._sends_optimizer = trainer, transport, sends_optimizer
@@ -54,13 +57,17 @@ class TrainerState:
         """Keep the state of another site until the trainer restores it.
 
         Raises:
-            MismatchError: if the others are at another place of the program, such as a second training.
+            MismatchError: if the others are at another place of the program, such as a second training, or if it is no
+                state of this trainer.
         """
         if state["place"] != self._place:
             raise MismatchError(
                 f"the other sites are in another {self._training} of the program than the first one, into which a site "
                 "cannot return"
             )
+        for name, kind in self._kinds.items():
+            if not fits(state[name], kind):
+                raise invalid("state of its trainer", "another site", f"{name} is {state[name]!r:.100}")
         self.joined = state
 
     def restore_parts(self) -> None:

@@ -9,6 +9,7 @@ leaves the site.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +23,10 @@ from torch import nn
 
 from ..ddp import DistributedDataParallel
 from ..errors import MismatchError, SiteError
+from ..exchange.fields import fits, invalid
 from ..reduction import GradientReduction
 from ..step.model_sync import sameness
+from ..step.model_sync.replicated_model import load_joined
 from ..step.model_sync.samples import takes_part
 from .joining import TrainerState
 from .loaders import SiteSampler, UnevenLoader, data_to_split, known_length
@@ -215,6 +218,8 @@ def _plain(model: nn.Module) -> nn.Module:
 class TrainingState(TrainerState):
     """State of a Trainer of a site; `joined` is given up when training begins."""
 
+    _kinds = {"state": str, "batches": int, "split": str | None}
+
     def _parts(self) -> dict[str, Any]:
         trainer = self._trainer
         parts = {"scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler}
@@ -249,6 +254,40 @@ class TrainingState(TrainerState):
                 "this site was cut off, and the others have gone on without it: start its program again to return"
             )
         super().load_state_dict(state)
+
+    def restored(self) -> str:
+        """Return the state of another site as the text of a checkpoint, with the folder of this site.
+
+        Raises:
+            MismatchError: if callbacks have arguments or attributes that those of this site do not have, or the best
+                checkpoint is none.
+        """
+        found: list[str] = []
+        assert self.joined is not None
+        load_joined(self._training, lambda text: found.append(self._checked(text)), self.joined["state"])
+        return found[0]
+
+    def _checked(self, text: str) -> str:
+        state, trainer = json.loads(text), self._trainer
+        for name, given in state["stateful_callbacks"].items():
+            callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+            own = [each.state() for each in callbacks if type(each).__name__ == name]
+            for here, there in zip(own, given if isinstance(given, list) else [given], strict=False):
+                if _names(here) != _names(there):
+                    raise invalid("state of its trainer", "another site", f"callback {name} has {there!r:.100}")
+        if not fits(state["global_step"], int):
+            raise invalid("state of its trainer", "another site", f"global_step is {state['global_step']!r:.100}")
+        if (best := state["best_model_checkpoint"]) is not None:
+            name = Path(best).name
+            if not re.fullmatch(r"checkpoint-\d+", name):
+                raise invalid("state of its trainer", "another site", f"{best!r:.100} is no checkpoint")
+            state["best_model_checkpoint"] = str(Path(trainer.args.output_dir) / name)
+        return json.dumps(state)
+
+
+def _names(state: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the names of the arguments and attributes in the state of a callback."""
+    return {part: sorted(values) for part, values in state.items()}
 
 
 class SiteTrainer(AttachedTrainer):
@@ -316,7 +355,7 @@ class SiteTrainer(AttachedTrainer):
             return
         restores = self.args.restore_callback_states_from_checkpoint
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "trainer_state.json").write_text(joined["state"])
+            (Path(folder) / "trainer_state.json").write_text(self._training.restored())
             self._returns_to = folder
             self.args.restore_callback_states_from_checkpoint = True  # all sites have to stop early, or none
             try:

@@ -87,6 +87,16 @@ _COUNTERS = ("batch_step", "sample_step")
 class ElasticTraining(TrainerState):
     """One training in which sites leave and return."""
 
+    _kinds = {
+        "epoch": int,
+        "loader": str,
+        "steps": int,
+        "micro_step": int,
+        "splits": dict[str, Any],
+        "metrics": dict[str, dict[str, Any]],
+        "counters": dict[str, int],
+    }
+
     def _parts(self) -> dict[str, Any]:
         names = ("criterion", "optimizer", "scheduler") if self._sends_optimizer else ("criterion", "scheduler")
         return {name: getattr(self._trainer, name) for name in names}

@@ -46,6 +46,16 @@ class ElasticFit(TrainerState):
     """
 
     _training = "fit"
+    _kinds = {
+        "steps": int,
+        "epoch": int,
+        "counts": dict[str, tuple[int, int]],
+        "stepped": int,
+        "stops": bool,
+        "callbacks": dict[str, dict[str, Any]],
+        "module": dict[str, Any],
+        "metrics": dict[str, Any],
+    }
     _transport: Transport
 
     def __init__(
@@ -204,9 +214,9 @@ class ElasticFit(TrainerState):
         for callback in trainer.callbacks:
             own = state["callbacks"].get(callback.state_key)
             if own is not None:
-                if "dirpath" in own and hasattr(callback, "dirpath"):
+                if hasattr(callback, "dirpath"):
                     check_paths(own, callback)
-                    callback.dirpath = own["dirpath"]  # the same at all sites, as Lightning sees to at the start
+                    callback.dirpath = own.get("dirpath", callback.dirpath)  # the same at all sites, as at the start
                 callback.load_state_dict(own)
         trainer.should_stop = state["stops"]
         for count in (trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_progress.current):
@@ -286,7 +296,7 @@ def check_paths(state: dict[str, Any], callback: Any) -> None:
     Raises:
         MismatchError: if one is no checkpoint in the folder of the state, or that is on another machine.
     """
-    folder, ends = state["dirpath"], getattr(callback, "FILE_EXTENSION", "")
+    folder, ends = state.get("dirpath", callback.dirpath), getattr(callback, "FILE_EXTENSION", "")
     check_local(folder, callback.dirpath, "another site")
     paths = [state.get(name) for name in ("best_model_path", "kth_best_model_path", "last_model_path")]
     for path in filter(None, [*paths, *state.get("best_k_models", ())]):

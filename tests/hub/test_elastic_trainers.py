@@ -155,6 +155,33 @@ def test_a_state_of_another_site_names_no_file_that_lightning_removes(tmp_path):
     assert kept.exists()
 
 
+def test_a_state_without_a_folder_names_no_file_elsewhere(tmp_path):
+    from dadplug.runners._lightning.elastic import ElasticFit
+    from pytorch_lightning.callbacks import ModelCheckpoint
+
+    callback = ModelCheckpoint(dirpath=tmp_path)
+    state = callback.state_dict() | {"best_model_path": "/elsewhere/kept.ckpt"}
+    del state["dirpath"]
+    fit = ElasticFit(None, SimpleNamespace(callbacks=[callback]), None)
+    fit._parts, fit.joined = dict, {"parts": {}, "callbacks": {callback.state_key: state}}
+    with pytest.raises(MismatchError, match=r"with the file '/elsewhere/kept\.ckpt'"):
+        fit.restore(None)
+    assert not callback.best_model_path
+
+
+def test_states_of_trainers_are_checked_by_the_types_of_their_entries():
+    from dadplug.runners._catalyst.runner import ElasticTraining
+    from dadplug.runners._lightning.elastic import ElasticFit
+    from dadplug.runners.site_trainer import TrainingState
+
+    transport = SimpleNamespace(rounds=SimpleNamespace(place=1))
+    trainer = SimpleNamespace(trainings=1, reduction=None)
+    for state in (ElasticFit(None, trainer, transport), ElasticTraining(trainer, transport), TrainingState(trainer)):
+        with pytest.raises(MismatchError, match="another site has sent an invalid state of its trainer"):
+            state.load_state_dict({"place": 1, "parts": {}, **dict.fromkeys(state._kinds, b"x")})
+        assert state.joined is None
+
+
 class Callback:
     """Stand-in of Lightning's base class."""
 

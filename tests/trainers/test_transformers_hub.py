@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import elastic_transformers
+from dadplug.runners.site_trainer import TrainingState
 from fleet import Fleet
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+from dadplug.errors import MismatchError
 
 NAMES = "abcd"
 
@@ -27,6 +33,35 @@ def trained(folder: Path, lost: str = "", **settings: object) -> tuple[Fleet, di
             fleet.start(lost)
         fleet.end(NAMES)
     return fleet, dict(zip(NAMES, fleet.results(NAMES)))
+
+
+def altered(state: dict[str, Any], change: str) -> None:
+    callbacks = state["stateful_callbacks"]
+    if change == "attribute":
+        callbacks["EarlyStoppingCallback"]["attributes"]["on_step_end"] = 1
+    elif change == "argument":
+        callbacks["TrainerControl"]["args"]["on_step_end"] = 1
+    else:
+        state["best_model_checkpoint"] = change
+
+
+@pytest.mark.parametrize("change", ["attribute", "argument", "/elsewhere", "/elsewhere/.."])
+def test_a_state_of_another_site_sets_no_other_attribute_and_names_no_other_folder(tmp_path, change):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Trainer(elastic_transformers.net(0), args, callbacks=[EarlyStoppingCallback(2)])
+    trainer.batches_in_epoch, trainer.split_data = 1, None
+    training = TrainingState(trainer)
+    text = training._progress()["state"]
+    training.joined = {"state": text}
+    assert json.loads(training.restored()) == json.loads(text)
+    state = json.loads(text)
+    altered(state, "/elsewhere/checkpoint-5")
+    training.joined = {"state": json.dumps(state)}
+    assert json.loads(training.restored())["best_model_checkpoint"] == str(tmp_path / "checkpoint-5")
+    altered(state, change)
+    training.joined = {"state": json.dumps(state)}
+    with pytest.raises(MismatchError, match="another site has sent an invalid state of its trainer"):
+        training.restored()
 
 
 def test_a_site_that_was_killed_returns_into_the_run(tmp_path):
