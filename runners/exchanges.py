@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SiteError
-from ..exchange import Traffic, Transport, open_transport
+from ..exchange import Traffic, Transport, codec, open_transport
 from ..exchange.rounds import Requirements
 from ..hogwild import Hogwild
 from ..hogwild.training import HogwildOptions
@@ -23,10 +23,27 @@ from ..parameter_server.server import ServerTransport
 from ..reduction import GradientReduction
 from ..step.model_sync.private import load_shared_state, shared_state
 from ..support.files import PRIVATE, write_file
+from ..support.logs import get_logger
 from .joining import TrainerState
 
+_log = get_logger(__name__)
 States = Sequence[Any]
 """What a checkpoint holds of each site, by rank."""
+
+
+def plain_states(states: Sequence[Any]) -> list[Any]:
+    """Return the states of all sites for a checkpoint, without those that would keep torch from loading the file.
+
+    Args:
+        states: the states, by rank; None for absent sites.
+    """
+    found = [each if codec.is_plain(each) else None for each in states]
+    for rank, (before, after) in enumerate(zip(states, found, strict=True)):
+        if after is not before:
+            _log.warning(
+                "the checkpoint has no state of site %d, which has sent objects that torch does not load", rank
+            )
+    return found
 
 
 class Exchange:

@@ -416,6 +416,20 @@ _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
 }
 
 
+_LOADED = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+
+
+def is_plain(item: Any) -> bool:
+    """Return whether torch loads an object from a file with ``weights_only=True``; from a message others come, too."""
+    if type(item) in (dict, OrderedDict, Counter):
+        item = [*item, *item.values()]
+    return (
+        isinstance(item, Tensor)
+        or type(item) in _LOADED
+        or (type(item) in (list, tuple, set) and all(map(is_plain, item)))
+    )
+
+
 MAX_BYTES = 1 << 34  # of what is sent of tensors, whose sizes follow from the model
 MAX_OBJECT_BYTES = 1 << 30  # of one process's object, such as metrics or predictions
 

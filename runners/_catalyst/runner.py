@@ -37,7 +37,7 @@ from ...step.model_sync.samples import batches_before, takes_part
 from ...support.files import load_tensors
 from ...support.refusals import refuse
 from ...support.signature import split_keywords
-from ..exchanges import Exchange
+from ..exchanges import Exchange, plain_states
 from ..joining import TrainerState
 from ..loaders import batches_from, check_split_data
 from ..patches import METRICS_KIND, merge_metrics, metrics_by_site
@@ -546,7 +546,7 @@ class BaseRunner(Exchange, SupervisedRunner):
     def reduction_states(self) -> list[Any]:
         """Gather the states of all sites by rank, None for absent sites, once an epoch; all sites must call it."""
         if self._states is None or self._states[0] != self.epoch_step:
-            self._states = (self.epoch_step, self._transport.gather_objects(self.own_state()))
+            self._states = (self.epoch_step, plain_states(self._transport.gather_objects(self.own_state())))
         return self._states[1]
 
     def checkpoint_parts(self, *, saving: bool) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ...support.processes import free_port
 from ...support.refusals import first_reason, refuse
 from ...support.signature import split_keywords
 from .. import present
-from ..exchanges import Exchange
+from ..exchanges import Exchange, plain_states
 from ..loaders import UnevenLoader, compare_lengths
 from .elastic import SYNC, ElasticFit, check_local
 
@@ -664,7 +664,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
         """Add the state of every site; after an error that of this one, where it is complete without the others."""
         if self._exchange is not None and (self._in_fit or self._saves_alone):
             own = self.own_state()
-            checkpoint["dadplug"] = self._gather_states(own) if self._in_fit else [own]
+            checkpoint["dadplug"] = plain_states(self._gather_states(own) if self._in_fit else [own])
 
     @declared(STATES)
     def _gather_states(self, own: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Objects that sites state: one of another type, or a count that is not possible, is named at all sites."""
 
 from dataclasses import dataclass
+from io import BytesIO
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from dadplug.runners import loaders, patches, present
+from dadplug.runners import exchanges, loaders, patches, present
 from numpy.typing import NDArray
 from torch import nn
 
@@ -175,6 +176,15 @@ def test_an_object_of_another_type_names_its_site(name: str, lie: Any) -> None:
         return
     with pytest.raises(dadplug.errors.MismatchError, match=r"site 1 \(b\)"):
         GATHERS[name](OneLies(lie))
+
+
+@pytest.mark.parametrize("lie", [np.zeros(2), np.float64(1.0), frozenset({1}), codec.Refusal("no")], ids=repr)
+def test_no_state_of_a_site_makes_a_checkpoint_unreadable(lie: Any) -> None:
+    own = {"step": 1, "errors": {"weight": torch.zeros(2)}, "choice": (1.0, None)}
+    states = exchanges.plain_states([own, {**own, "method": [lie]}, None])
+    assert states == [own, None, None]
+    torch.save(states, file := BytesIO())
+    assert len(torch.load(BytesIO(file.getvalue()), weights_only=True)) == 3
 
 
 def test_metrics_of_a_site_may_have_any_value() -> None:
