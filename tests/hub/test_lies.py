@@ -146,6 +146,36 @@ def test_a_payload_that_the_hub_withholds_as_if_it_were_for_another_site_ends_th
     assert {made for _, made in found} <= {LIE - 1, LIE}
 
 
+def test_a_payload_of_the_next_round_is_none_of_the_round_before(tmp_path):
+    """Deltas of local steps, which a member withholds: at the first site, those of the next round are there already."""
+    with sealed_hub(tmp_path, sealed=False) as hub, linked(hub, 3) as links:
+        waits, inbox = links[0].rounds._wait_until, links[0].inbox
+
+        def arrived():
+            return any(frames[0][0].slot == 2 for frames in inbox._early.values())
+
+        def slowly(over, *rest):
+            waits(over, *rest)
+            waits(arrived, *rest)
+
+        links[0].rounds._wait_until = slowly
+
+        def run(rank):
+            transport = ElasticTransport(links[rank], Traffic(), TIMEOUT, Requirements(1, 60_000))
+            gather = transport.gather([4] * 3, torch.float32)
+            gather.payload.fill_(rank + 1)
+            if rank < 2:
+                gather.launch()
+            transport.rounds.end_step()  # after the next local step
+            transport.rounds.close(admits=True)
+            if rank == 2:
+                gather.launch()
+            return [] if rank == 2 else [float(each.sum()) for each in gather.wait()], sorted(transport.rounds.absent)
+
+        first, second, _ = together(run, 3)
+    assert first == second == ([4.0, 8.0, 0.0], [2])
+
+
 def test_a_part_of_the_sites_that_is_smaller_than_min_sites_ends(tmp_path):
     """A hub that keeps two groups of sites apart: only the one with more than half of the sites can go on.
 

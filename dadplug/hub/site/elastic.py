@@ -105,7 +105,7 @@ class ElasticRounds(HubRounds):
 
     def end_step(self) -> None:
         self.in_step = self.listens = False
-        self.launched.clear()
+        self.launched = [each for each in self.launched if each.is_open]  # as deltas that count in a later step
         with self.link.lock:  # what was sent besides payloads
             self.link.inbox.forget(last=self.link.step - 1, channel=self.channel)
 
@@ -234,6 +234,11 @@ class ElasticExchange(HubExchange):
             lost = self._transport.link.rounds.wait_for(self._incoming, self._round, self._transport.timeout)
         self._incoming = []
         return lost
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its round has not been closed for this site."""
+        return self._round == self._transport.link.step
 
     @abstractmethod
     def finish(self, *, ended: bool = False) -> None:
