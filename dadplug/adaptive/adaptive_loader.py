@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..errors import MismatchError, escaped
 from ..exchange import Traffic, Transport
 from ..exchange.codec import register
-from ..exchange.fields import checked
+from ..exchange.fields import checked, invalid
 from ..step.model_sync.structure import attached, before_update
 from ..support.refusals import refuse
 from ..support.signature import whole_number
@@ -551,7 +551,11 @@ class AdaptiveDataLoader(ElasticDataLoader):
         self._interval = min(2 * self._interval, _LAST_INTERVAL)
         if decision is None:
             return False
-        split, self.goodput = decision
+        assert self._limits is not None
+        split, goodput = decision
+        if not self._limits.allow(split):
+            raise invalid("choice of the batch", transport.sites[0], f"{split} is not within the limits of all sites")
+        self.goodput = goodput
         self.noise_scale = reports[0].noise_scale
         if split == self._split:
             return False

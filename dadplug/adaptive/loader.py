@@ -387,7 +387,8 @@ class ElasticDataLoader(DataLoader[Any]):
         same = (running.epoch, number, used, length, self._drop_last, order[:8].tolist())
         transport = current.transport
         own = transport.gather_present((self._source, self.local_batch_size, same))
-        every = checked(own, tuple[str, int, tuple[int, int, int, int, bool, list[int]]], "position", transport)
+        kind = tuple[str, int, tuple[int, int, int, int, bool, list[int]]]
+        every = checked(own, kind, "position", transport, lambda each: [each[1] - 1, *each[2][2:4]])
         members: dict[str, list[int]] = {}
         for rank, (source, _, other) in every.items():
             members.setdefault(source, []).append(rank)

@@ -14,8 +14,12 @@ from torch.utils.data import ChainDataset, DistributedSampler, SubsetRandomSampl
 import dadplug
 from dadplug import ElasticSampler
 from dadplug.adaptive import adaptive_loader, reset_progress
+from dadplug.adaptive.goodput import BatchLimits, BatchSplit
 from dadplug.adaptive.loader import Schedule, order_of
+from dadplug.adaptive.progress import Pass
+from dadplug.errors import MismatchError
 from dadplug.exchange import Traffic
+from dadplug.exchange.rounds import Rounds
 
 
 class Gradients:
@@ -448,3 +452,28 @@ def test_samplers_refuse_wrong_places():
         (lambda: ElasticSampler(range(3), rank=2, num_sites=2), "0 to 1 for 2 sites, got 2"),
         (lambda: ElasticSampler(range(3)).set_epoch(0, used=4), "0 to 3, the length of the data set, got 4"),
     )
+
+
+class OneLies(SimpleNamespace):
+    """Transport of two sites, of which one sends what a test has set in place of objects of a type."""
+
+    sites, world_size, rounds = ("site 0 (a)", "site 1 (b)"), 2, Rounds(2)
+
+    def gather_present(self, item):
+        lies = not isinstance(item, adaptive_loader.BatchReport)
+        return dict(sorted({self.rank: item, 1 - self.rank: self.lie if lies else item}.items()))
+
+
+def test_batches_that_another_site_has_made_up_name_it():
+    data = TensorDataset(torch.zeros(64, 1))
+    for size, used in ((0, 0), (-8, 0), (8, -1)):
+        current = SimpleNamespace(transport=OneLies(rank=0, lie=("other", size, (0, 1, used, 64, False, [0]))))
+        with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid position"):
+            dadplug.ElasticDataLoader(data, 8)._divide(current, Pass(0, True), 0)
+    for split in (BatchSplit((8,)), BatchSplit((8, 8), 0), BatchSplit((1, 1 << 40))):
+        loader = dadplug.AdaptiveDataLoader(data, batch_size=8)
+        loader._limits, loader._split = BatchLimits(8, 32, ((1, 16), (1, 16))), BatchSplit((4, 4))
+        loader._report = lambda: adaptive_loader.BatchReport((), (0.0, 0.0), 1.0)
+        with pytest.raises(MismatchError, match=r"site 0 \(a\) has sent an invalid choice of the batch"):
+            loader._decide(OneLies(rank=1, lie=(split, 1.0)))
+        assert loader._split == BatchSplit((4, 4))
