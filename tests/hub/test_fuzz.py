@@ -459,7 +459,8 @@ def test_every_registered_class_is_read_or_refused():
     assert {JoinState, PlanState} <= {*registered}
     for kind in registered:
         content = codec.encode(example(kind))
-        fuzz(content, lambda body, kind=kind: fits(codec.decode(body), kind), kind.__name__)
+        plain = kind.__name__ != "SiteNorms"  # whose tensors have to belong together
+        fuzz(content, lambda body, kind=kind: fits(codec.decode(body), kind), kind.__name__, plain)
 
 
 def test_every_control_message_and_kind_of_frame_is_sent():
