@@ -45,6 +45,18 @@ class MismatchError(DadplugError, RuntimeError):
     """The sites do not run the same program: models, options, steps or message sizes differ."""
 
 
+class InvalidDeltaError(MismatchError):
+    """The sparse delta of a site is not one; it is not applied.
+
+    Attributes:
+        rank: the site that has sent it.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class NonFiniteError(DadplugError, RuntimeError):
     """A gradient holds NaN or Inf; the message names step, site and layer, and no parameter has been touched."""
 

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import MismatchError
+from ..errors import InvalidDeltaError
 from ..exchange import Transport
 from ..exchange.factor_buckets import finite
 from ..exchange.wire import WireFormat, wire_format
@@ -267,18 +267,6 @@ def check_memory(model: nn.Module) -> None:
             )
 
 
-class InvalidDelta(MismatchError):
-    """A payload is not what `SparseFormat.encode` makes.
-
-    Attributes:
-        rank: the site that has sent it.
-    """
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
 def outer_rate(same: int, opposite: int) -> float:
     """Return the outer rate of a round of sparse deltas.
 
@@ -373,7 +361,7 @@ class SparseFormat:
         The memory of the means is that of the last call.
 
         Raises:
-            InvalidDelta: if a payload is not what `encode` makes; it names the site and the tensor.
+            InvalidDeltaError: if a payload is not what `encode` makes; it names the site and the tensor.
         """
         means, parts, signs = {}, payloads[torch.uint8], torch.zeros(2, dtype=torch.int64)
         for name, slot in self._slots.items():
@@ -386,7 +374,7 @@ class SparseFormat:
                     try:
                         slot.code.decode(parts[rank][slot.place], mean.view(-1), weight, signs)
                     except ValueError as error:
-                        raise InvalidDelta(
+                        raise InvalidDeltaError(
                             f"{self._names(rank)} has sent an invalid delta of parameter {name!r}: {error}. It is not "
                             "applied: check that all sites run one version of dadplug, and the network between",
                             rank,

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import MismatchError, NonFiniteError
+from ..errors import InvalidDeltaError, MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..exchange.fields import COUNT, fits, invalid, minority
 from ..step.model_sync import sameness
@@ -39,7 +39,7 @@ from ..step.model_sync.buffers import write_agreed
 from ..step.model_sync.private import is_of_site
 from ..support.logs import get_logger
 from .agreement import Agreement, Fragment, delta_format, divide, fingerprint, is_finite
-from .delta_format import InvalidDelta, describe_spoilt, find_spoilt
+from .delta_format import describe_spoilt, find_spoilt
 from .header import Header, read_headers
 from .options import LocalOptions
 
@@ -399,7 +399,7 @@ class ElasticAgreement(Agreement):
             shares = [headers[rank].weight / total if rank in headers else 0.0 for rank in range(count)]
             try:
                 means = fragment.form.decode(payloads, shares)
-            except InvalidDelta as error:  # all sites find it, and go on without the site
+            except InvalidDeltaError as error:  # all sites find it, and go on without the site
                 del headers[error.rank]
                 self._transport.rounds.leave_out(error.rank, error)
                 continue
