@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -418,7 +417,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     batch=batch,
                     deferral=None if wish else deferral,  # estimates read the gradients
                     counts=self._by_samples or self._counter.dealt is not None or self.options.privacy is not None,
-                    before_end=partial(planner.review, self._step + 1),
+                    before_end=planner.review,
                 )
             )
             if self.site_rank not in self._transport.rounds.absent:

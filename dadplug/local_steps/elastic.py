@@ -58,7 +58,7 @@ _SETTING = (bool, int, float, Tensor)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of an optimizer's groups that a site gets which joins, see `load_settings`."""
+    """Return the settings of an optimizer's groups for a site that joins, see `load_settings`."""
     return [
         {name: value for name, value in group.items() if isinstance(value, _SETTING)} if not is_of_site(group) else {}
         for group in optimizer.param_groups

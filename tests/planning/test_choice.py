@@ -251,6 +251,19 @@ def choice_of(rank: int) -> tuple[RankChoice, SimpleNamespace]:
     return RankChoice(method, Options(), sites, planner), sites
 
 
+def test_a_rank_that_a_program_has_set_is_kept_where_its_report_is_not_there() -> None:
+    """The site was absent in the review, and the others have chosen another rank."""
+    plans = []
+    planner = SimpleNamespace(has_owners=False, units=(), plan_anew=lambda: plans.append(method.max_rank))
+    method = SimpleNamespace(max_rank=16, largest_rank=16)
+    sites = SimpleNamespace(world_size=3, traffic=SimpleNamespace(wait_seconds=0.0))
+    chosen = RankChoice(method, Options(), sites, planner)
+    for given in (True, False):
+        chosen.given, chosen._next = given, 4
+        chosen.end_step()
+    assert plans == [16, 4]
+
+
 def test_reports_out_of_range_name_their_site() -> None:
     chosen, sites = choice_of(8)
     for place, value in ((0, math.nan), (1, -1.0), (5, 0.0), (5, 1e9), (5, math.inf), (3, "no"), (10, None)):

@@ -162,9 +162,9 @@ class RankChoice:
         """Choose anew in a step where it is time for it; all sites call it in the same steps, before these end.
 
         Args:
-            step: number of steps that are over with this one.
+            step: number of the step.
         """
-        if step % _EVERY == _FIRST and not self._is_given:
+        if (step + 1) % _EVERY == _FIRST and not self._is_given:
             begin = time.perf_counter()
             with self._transport.traffic.apart():
                 self._compare()
@@ -176,7 +176,7 @@ class RankChoice:
             seconds = time.perf_counter() - self._ended - self._apart
             self._times.append((seconds, self._transport.traffic.wait_seconds))
         if self._next is not None:
-            if not self._is_given:
+            if not (self._is_given or self.given):  # the program of an absent site may have set its rank
                 self._method.max_rank = self._method.largest_rank = self._next
             self._planner.plan_anew()  # whose messages have room for so many
         self._next, self._apart, self._ended = None, 0.0, time.perf_counter()
@@ -200,7 +200,7 @@ class RankChoice:
 
     def _conclude(self, reports: Sequence[Sequence[float]]) -> None:
         """Choose by the reports of the sites that are present, in the order of ranks."""
-        self._is_given |= any(report[3] for report in reports)
+        self._is_given = any(report[3] for report in reports)
         rank, self._last = max(int(report[5]) for report in reports), _Last(*reports[0][6:])
         if self._is_given:
             if self._method.largest_rank < self._options.largest_rank:  # owners have room for what a program sets

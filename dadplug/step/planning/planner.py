@@ -571,7 +571,7 @@ class Planner:
         """Choose the rank where it is time for it; all sites call it in the same steps, before these end.
 
         Args:
-            step: number of steps that are over with this one.
+            step: number of the step.
         """
         if self.choice is not None:
             self.choice.review(step)

@@ -101,7 +101,7 @@ class StepRequest:
         batch: as in `StepHeader`.
         deferral: which weights' gradients may stay products, if all sites say so; takes these products.
         counts: whether samples are counted; otherwise a site has 0 or 1.
-        before_end: called when the gradients are agreed, for further exchanges in the rounds of this step.
+        before_end: called with its number once the gradients are agreed, for further exchanges in the rounds of the step.
     """
 
     step: int
@@ -114,7 +114,7 @@ class StepRequest:
     batch: int = 0
     deferral: Deferral | None = None
     counts: bool = True
-    before_end: Callable[[], None] | None = None
+    before_end: Callable[[int], None] | None = None
 
 
 class Reducer:
@@ -298,7 +298,7 @@ class Reducer:
         """End the rounds of a step, after the exchanges that belong to it besides those of the gradients."""
         if request.before_end is not None:
             with suppress(DroppedError):  # then this site gets what it needs with the state of another one
-                request.before_end()
+                request.before_end(request.step)
         self._context.transport.rounds.end_step()
 
     def _raise_faults(self, headers: Sequence[StepHeader], step: int, attached: Sequence[str]) -> None:
@@ -565,7 +565,7 @@ class Reducer:
                 bucket: SummedBucket = kind([parameter.numel()], transport, parameter.dtype)
                 bucket.fill(0, parameter.grad, weight)
                 bucket.launch()
-                if not bucket.squares():
+                if not bucket.squares():  # which wait, too; shares follow from all squares
                     bucket.wait()
                 yield unit.name, parameter, bucket
 
