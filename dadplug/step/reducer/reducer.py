@@ -101,7 +101,7 @@ class StepRequest:
         batch: as in `StepHeader`.
         deferral: which weights' gradients may stay products, if all sites say so; takes these products.
         counts: whether samples are counted; otherwise a site has 0 or 1.
-        before_end: called with its number once the gradients are agreed, for further exchanges in the rounds of the step.
+        before_end: called with its number once the gradients are agreed, for exchanges in the rounds of the step.
     """
 
     step: int
