@@ -341,6 +341,7 @@ class FactorBucket:
         wire: format of the payloads.
         senders: ranks of the sites that send; all where None. Lists by site are by sender.
         once: whether it is for one step.
+        relayed: whether the sites pass parts of the payloads on, see `dadplug.exchange.Transport.relayed_gather`.
 
     Attributes:
         extra_rows: by slot, number of this site's rows that go in a second round.
@@ -359,6 +360,7 @@ class FactorBucket:
         wire: WireFormat,
         senders: Sequence[int] | None = None,
         once: bool = False,
+        relayed: bool = False,
     ) -> None:
         self.slots = list(slots)
         self._senders = list(range(transport.world_size) if senders is None else senders)
@@ -376,7 +378,8 @@ class FactorBucket:
         self.extra_rows = [0] * len(self.slots)
         self.received_rows: list[tuple[int, ...]] = []
         self._learnt: Sequence[Sequence[int]] = ()  # rows of the last step
-        self._gather: Gather = transport.gather(self._sizes(), wire.dtype, once=once)
+        self._prepare = transport.relayed_gather if relayed else transport.gather
+        self._gather: Gather = self._prepare(self._sizes(), wire.dtype, once=once)
         self._make_views()
 
     def lay_out(self) -> None:
@@ -385,7 +388,7 @@ class FactorBucket:
         Not when they are first needed: sites that use other layers need buckets in another order, but messages are
         matched by the order in which gathers were made.
         """
-        self._gather = self._transport.gather(self._sizes(), self._wire.dtype, replaced=self._gather)
+        self._gather = self._prepare(self._sizes(), self._wire.dtype, replaced=self._gather)
         self._make_views()
         self._rows = [0] * len(self.slots)
 

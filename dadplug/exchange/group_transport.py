@@ -94,6 +94,12 @@ class GroupTransport(Transport):
         self._open_sockets()
         return PairwiseExchange(self, [payloads[self.rank]] * len(sizes), payloads)
 
+    def relayed_gather(self, sizes: Sequence[int], dtype: torch.dtype, **use: Any) -> Gather:
+        if not self._peer_to_peer:
+            return super().relayed_gather(sizes, dtype, **use)
+        self._open_sockets()
+        return RelayedGather(self, [lasting(size, dtype) for size in sizes])
+
     def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
         if not self.has_all_to_all:
             return super().all_to_all(sizes, dtype)
@@ -277,6 +283,48 @@ class PairwiseExchange(Gather, AllToAll):
     def wait(self) -> list[Tensor]:
         self._transport.wait_all(self._works)
         return self._received
+
+
+class RelayedGather(Gather):
+    """Gather of payloads of a few sites, of which each site gets a part and passes it on to the others.
+
+    No site sends much more than another then, and messages travel twice.
+
+    Args:
+        transport: the transport.
+        payloads: room for the payloads of all sites, by rank.
+    """
+
+    def __init__(self, transport: GroupTransport, payloads: list[Tensor]) -> None:
+        self.payload = payloads[transport.rank]
+        self._payloads = payloads
+        rank, sites = transport.rank, range(len(payloads))
+        parts = [payload.tensor_split(len(sites)) for payload in payloads]  # by sender, by site that passes it on
+        self._scatter = PairwiseExchange(transport, [*parts[rank]], [each[rank] for each in parts])
+        self._passed = [[parts[sender][rank] for sender in sites if sender != peer] for peer in sites]  # to each peer
+        self._got = [[parts[sender][peer] for sender in sites if sender != rank] for peer in sites]  # from each peer
+        self._passed[rank] = self._got[rank] = []
+        rooms = [[payloads[0].new_zeros(sum(map(len, part))) for part in way] for way in (self._passed, self._got)]
+        self._forward = PairwiseExchange(transport, *rooms)
+        self._arrives = False  # something that has not been waited for
+
+    def launch(self) -> None:
+        self._scatter.launch()
+        self._arrives = True
+
+    def wait(self) -> list[Tensor]:
+        if not self._arrives:
+            return self._payloads
+        self._arrives = False
+        self._scatter.wait()
+        for parts, message in zip(self._passed, self._forward.payloads, strict=True):
+            if parts:
+                torch.cat(parts, out=message)
+        self._forward.launch()
+        for parts, message in zip(self._got, self._forward.wait(), strict=True):
+            for part, arrived in zip(parts, message.split([*map(len, parts)]), strict=True):
+                part.copy_(arrived)
+        return self._payloads
 
 
 class CollectiveGather(Gather):

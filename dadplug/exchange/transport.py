@@ -338,6 +338,14 @@ class Transport(ABC):
                 each step. None where it is a first round.
         """
 
+    def relayed_gather(self, sizes: Sequence[int], dtype: torch.dtype, **use: Any) -> Gather:
+        """Prepare an all-gather of a few sites' payloads, as `gather` does.
+
+        Where sites reach one another, each gets a part of each payload and passes it on to the others: no site sends
+        much more than another, and messages travel twice.
+        """
+        return self.gather(sizes, dtype, **use)
+
     def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
         """Prepare an exchange of different payloads for different sites, in one order with the gathers.
 

@@ -69,6 +69,30 @@ def test_messages_of_any_size_come_whole_and_in_order(sites, world_size):
     assert not any(sites(world_size).run(exchanges, False, 0))
 
 
+@pytest.mark.parametrize("streams", ["0", "1"])
+@support.at_sites(4)
+def test_relayed_payloads_are_whole_and_no_site_sends_much_more_than_another(streams: str) -> None:
+    """Two sites have much to say, one a little and one nothing; other exchanges leave before their second messages."""
+    os.environ["DADPLUG_STREAMS"] = streams
+    meeting = transport()
+    sizes = [40_000, 3, 0, 20_000]
+    relayed = meeting.relayed_gather(sizes, torch.float32)
+    between = meeting.gather([5] * 4, torch.float32)
+    before = meeting.traffic.total_bytes_sent
+    for step in range(3):
+        for gather in (relayed, between):
+            gather.payload.copy_(numbers(len(gather.payload), step, meeting.rank))
+            gather.launch()
+        for gather, lengths in ((relayed, sizes), (between, [5] * 4)):
+            gather.wait()  # again, it changes nothing
+            for rank, (payload, size) in enumerate(zip(gather.wait(), lengths, strict=True)):
+                assert torch.equal(payload, numbers(size, step, rank)), (step, rank)
+    sent = (meeting.traffic.total_bytes_sent - before) / 3 / 4 - 15
+    others = sum(sizes) - sizes[meeting.rank]
+    assert sent == pytest.approx(1.5 * sizes[meeting.rank] + 0.5 * others, abs=20)  # directly: 3 times its own
+    meeting.close()
+
+
 @support.at_sites(2)
 def test_all_sites_go_by_gloo_where_one_cannot_do_otherwise() -> None:
     os.environ["DADPLUG_STREAMS"] = str(dist.get_rank())  # site 0 does not want to

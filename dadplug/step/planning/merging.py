@@ -21,7 +21,7 @@ from ...support.schedules import current
 from ..methods import Method
 from ..methods.base import GradientPath
 from ..methods.rankdad import keeps_rows
-from ..reducer.owners import OwnedLayer, Owners, assign_owners, busiest_numbers, stacked_rows
+from ..reducer.owners import OwnedLayer, Owners, assign_owners, busiest_numbers, relay, stacked_rows
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 
@@ -203,17 +203,21 @@ class Merging:
             return {}
         layers = self._layers(units)
         wire = wire_format(self._options.wire_of(GradientPath.LOWRANK))
-        # The memory of rounding to int8 is of whole rows. Over a hub, the results of parts would take two rounds more.
-        divide = not (wire.quantised or isinstance(self._transport, Streams))
-        owners = assign_owners(layers, sites, divide)
+        # The memory of rounding to int8 is of whole rows. Over a hub, the results of parts would take two rounds more,
+        # and the hub sends what it gets from one site to all.
+        apart = not isinstance(self._transport, Streams)
+        owners = assign_owners(layers, sites, apart and not wire.quantised, apart)
         if self._options.merge == "owner":
             return owners
         if self.link is None or sites == 2:
             return {}
         whole = assign_owners(layers, sites, divide=False)
-        to_all, to_owner = predict_seconds(layers, whole, sites, self.link, wire.itemsize)
-        divided = predict_seconds(layers, owners, sites, self.link, wire.itemsize)[1]
-        return min((to_all + _MARGIN, {}), (to_owner, whole), (divided, owners), key=lambda choice: choice[0])[1]
+        best: Owners = {}
+        least = predict_seconds(layers, whole, sites, self.link, wire.itemsize)[0] + _MARGIN
+        for tried in (whole, owners, relay(whole))[: 2 + apart]:
+            seconds = predict_seconds(layers, tried, sites, self.link, wire.itemsize)[1]
+            best, least = (tried, seconds) if seconds < least else (best, least)
+        return best
 
     def busiest_share(self, units: Sequence[Unit]) -> float:
         """Return the numbers on the link of the busiest site in a step, as a share of those where all sites merge."""

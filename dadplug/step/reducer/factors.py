@@ -47,6 +47,7 @@ class GatheredHandler(BucketHandler):
     """
 
     bucket_mb = 0.03  # small, since a slow link should not wait for the next layer
+    _is_relayed = False  # whether what the senders send reaches the sites by way of all of them
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext, senders: Sequence[int]) -> None:
         super().__init__(units, context)
@@ -55,7 +56,8 @@ class GatheredHandler(BucketHandler):
             unit.sender = weakref.ref(self)
         self.senders = list(senders)
         slots = [self._slot(unit) for unit in self.units]
-        self.bucket = FactorBucket(slots, context.transport, self.dtype, context.wire(units[0]), self.senders)
+        wire, relayed = context.wire(units[0]), self._is_relayed
+        self.bucket = FactorBucket(slots, context.transport, self.dtype, wire, self.senders, relayed=relayed)
         exact, constants = context.method.traits.exact, context.decoding
         self._formed = partial(decode, site_by_site=exact, constants=constants)
         self._present: set[str] = set()

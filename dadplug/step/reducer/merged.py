@@ -198,6 +198,7 @@ class OwnerHandler(MergedHandler):
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         transport = context.transport
         ranks = self._ranks = [context.owners[unit.name].rank for unit in units]
+        self._is_relayed = context.owners[units[0].name].relayed
         everyone = transport.rounds.elastic
         super().__init__(units, context, range(transport.world_size) if everyone else sorted(set(ranks)))
         wire = context.wire(units[0])

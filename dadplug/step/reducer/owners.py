@@ -4,10 +4,12 @@ Every site sends its factors of a layer to the owner, and the owner sends the me
 m x n and S sites, a site sends r (m + n) numbers for a layer that it does not own and (S - 1) r (m + n) for one that
 it owns: 2 (S-1)/S r (m + n) on average, less than twice the layer's factors for any number of sites.
 
-Where a few large layers cannot balance the sites, they are divided: each site merges a part of the rows of both
-factors, which takes 2 (S-1)/S r (m + n) numbers at each site. The owner then only computes the coefficients by which
-all parts are merged, from sums over sites of the Gram matrices, k (k + 1) + 2 numbers with k = S r + q rows: q are kept
-of what earlier steps have dropped.
+Where a few large layers cannot balance the sites, results are relayed: the owner sends each site a part, which passes
+it on to the others. Then every site sends 2 (S-1)/S r (m + n) numbers, in three messages that wait for one another.
+
+Or layers are divided: each site merges a part of the rows of both factors, which takes as many numbers at each site.
+The owner then only computes the coefficients by which all parts are merged, from sums over sites of the Gram matrices,
+k (k + 1) + 2 numbers with k = S r + q rows: q are kept of what earlier steps have dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import dataclass, replace
 from ...lowrank.dispatch import part_size
 
 _GRAM_SHARE = 0.1  # of the layers' other numbers: more would make the bytes grow with the number of sites
-_LEAST_GAIN = 10_000  # numbers that division has to save at the busiest site, since it takes two further latencies
+_LEAST_GAIN = 10_000  # numbers that division or relays save at the busiest site, since they take further latencies
 _GAIN = 0.8  # of the numbers without it
 
 
@@ -34,11 +36,13 @@ class Ownership:
         divided: whether each site merges a part of the layer.
         kept: rows that are kept of what the merge drops, and merged with those of the next step; each site keeps its
             part of them.
+        relayed: whether each site gets a part of the owner's result, and passes it on to the others.
     """
 
     rank: int
     divided: bool = False
     kept: int = 0
+    relayed: bool = False
 
     def numbers_of_rows(self, rows: int, widths: Sequence[int], site: int, sites: int) -> int:
         """Return how many numbers a site sends of a layer's factors, and of what merging them needs.
@@ -50,7 +54,7 @@ class Ownership:
             sites: number of sites.
         """
         if not self.divided:
-            return rows * sum(widths) * self._copies(site, sites)
+            return round(rows * sum(widths) * self._copies(site, sites))
         parts = 2 * (sites - 1) * rows * sum(part_size(width, sites) for width in widths)
         if site == self.rank:
             return parts + coefficients(rows, sites, self.kept) * (sites - 1)
@@ -58,10 +62,12 @@ class Ownership:
 
     def numbers_of_bias(self, bias: int, site: int, sites: int) -> int:
         """Return how many numbers a site sends of a bias gradient of some elements."""
-        return 2 * (sites - 1) * part_size(bias, sites) if self.divided else bias * self._copies(site, sites)
+        return 2 * (sites - 1) * part_size(bias, sites) if self.divided else round(bias * self._copies(site, sites))
 
-    def _copies(self, site: int, sites: int) -> int:
+    def _copies(self, site: int, sites: int) -> float:
         """Return how many times a site sends a layer: to its owner, or as the owner to all others."""
+        if self.relayed:  # once to its owner and a part to all but the owner, or as the owner two parts to all others
+            return 2 * (sites - 1) / sites
         return sites - 1 if self.rank == site else 1
 
 
@@ -148,15 +154,19 @@ def coefficients(rank: int, sites: int, kept: int = 0) -> int:
     return 2 * stacked_rows(rank, sites, kept) * (rank + kept)
 
 
-def assign_owners(layers: Sequence[OwnedLayer], sites: int, divide: bool = True) -> dict[str, Ownership]:
+def assign_owners(
+    layers: Sequence[OwnedLayer], sites: int, divide: bool = True, relays: bool = False
+) -> dict[str, Ownership]:
     """Assign each layer to the site that has least to merge so far, the largest layers first.
 
-    The largest ones are divided where that takes clearly fewer numbers at the busiest site.
+    The largest ones are divided where that takes clearly fewer numbers at the busiest site, else results are relayed
+    where that does.
 
     Args:
         layers: the layers, in an order that is the same at all sites.
         sites: number of sites.
         divide: whether layers may be divided.
+        relays: whether results may be relayed.
     """
     ordered = sorted(layers, key=lambda layer: -layer.size)  # stable
     best = whole = _assign(ordered, sites, set())
@@ -170,7 +180,19 @@ def assign_owners(layers: Sequence[OwnedLayer], sites: int, divide: bool = True)
         numbers = sum(busiest_numbers(layers, tried, sites))
         if numbers < least:
             best, least = tried, numbers
-    return best if least < _GAIN * before and before - least > _LEAST_GAIN else whole
+    if _pays(least, before):
+        return best
+    relayed = relay(whole)
+    return relayed if relays and _pays(sum(busiest_numbers(layers, relayed, sites)), before) else whole
+
+
+def _pays(numbers: int, before: int) -> bool:
+    return numbers < _GAIN * before and before - numbers > _LEAST_GAIN
+
+
+def relay(owners: Owners) -> dict[str, Ownership]:
+    """Return the same owners, with results that each site passes on a part of."""
+    return {name: replace(owner, relayed=True) for name, owner in owners.items()}
 
 
 def _assign(ordered: Iterable[OwnedLayer], sites: int, divided: Set[str]) -> dict[str, Ownership]:
@@ -194,7 +216,7 @@ def busiest_numbers(layers: Iterable[OwnedLayer], owners: Owners, sites: int) ->
         sites: number of sites.
 
     Returns:
-        The numbers of two exchanges, or of four if layers are divided.
+        The numbers of two exchanges, of three if results are relayed, or of four if layers are divided.
     """
     whole, parts, gram, merging = 0, 0, 0, 0
     owned, gram_of, merging_of = [0] * sites, [0] * sites, [0] * sites
@@ -212,6 +234,8 @@ def busiest_numbers(layers: Iterable[OwnedLayer], owners: Owners, sites: int) ->
         merging += coefficients(*numbers)
         merging_of[owner.rank] += coefficients(*numbers)
     each = max(max((sites - 1) * own, whole - own) for own in owned) + parts
+    if any(owner.relayed for owner in owners.values()):
+        return [each, max(max((sites - 1) * own, whole - own) for own in owned) // sites, whole * (sites - 1) // sites]
     if not gram:
         return [each, each]
     between = [
