@@ -202,9 +202,13 @@ class DenseHandler(SummedHandler):
 
     def _receive_sums(self) -> Sequence[Tensor]:
         if not self._sums:
-            shares = self.context.shares if self.context.norms and not self.blind else ()
-            self._sums = self.timed("wait", None, self.bucket.wait, shares)
+            self._sums = self.timed("wait", None, self.bucket.wait, self._shares)
         return self._sums
+
+    @property
+    def _shares(self) -> Sequence[float]:
+        """Factors that clip the sites' gradients, by rank; empty without clipping, and where only sums arrive."""
+        return self.context.shares if self.context.norms and not self.blind else ()
 
     def squares(self) -> Sequence[float]:
         return self.context.without_weights(self.bucket.squares(), self.context.reference)
@@ -221,7 +225,7 @@ class DenseHandler(SummedHandler):
         sums = self._receive_sums()
         found = [(unit.lead, value) for unit, want, value in zip(self.units, wanted, sums, strict=True) if want]
         self.timed("decode", None, write_gradients, found, scale)
-        shares = self.context.shares if self.context.norms and not self.blind else ()
+        shares = self._shares
         own = shares[self.context.transport.rank] if shares else 1.0
         self.bucket.commit([keep and want for want in wanted], own * scale, self.context.scale)
 
