@@ -13,6 +13,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from numbers import Number
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .errors import MismatchError
-from .exchange import Traffic, Transport, open_transport
+from .exchange import Traffic, Transport, gather_objects, open_transport
 from .exchange.fields import checked
 from .hub import current_connection
 from .hub.connect import connect
@@ -85,7 +86,7 @@ class SiteModel(_NativeDistModel):
     def _do_all_gather_object(self, tensor: Any, group: Any = None) -> Any:
         transport = present.metrics_transport.get()
         if transport is None or group is not None:
-            return super()._do_all_gather_object(tensor, group)
+            return gather_objects(tensor, group)  # torch's unpickles what arrives
         return present.gather(transport, tensor)
 
     def _do_broadcast(self, tensor: Tensor, src: int) -> Any:
@@ -93,6 +94,25 @@ class SiteModel(_NativeDistModel):
         if transport is None:
             return super()._do_broadcast(tensor, src)
         return present.broadcast(transport, tensor.detach(), src).to(tensor.device)
+
+    def all_gather(self, tensor: Any, group: Any = None) -> Any:
+        """Gather texts as objects, since ignite makes room for as many characters as a site states."""
+        if isinstance(tensor, str):
+            return self._do_all_gather_object(tensor, group)
+        return super().all_gather(tensor, group)
+
+    def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
+        """Send as an object what ignite describes by an expression of Python, which it evaluates, or by a length."""
+        if isinstance(tensor, (Tensor, Number)) and not safe_mode:
+            return super().broadcast(tensor, src)
+        transport = present.metrics_transport.get()
+        if transport is not None:
+            found = present.broadcast(transport, tensor, src)
+        else:
+            found = gather_objects(tensor if self.get_rank() == src else None)[src]
+        if not isinstance(found, (Tensor, Number, str)):
+            raise MismatchError(f"process {src} has sent an object of type {type(found).__name__} in idist.broadcast()")
+        return found
 
     def barrier(self) -> None:
         transport = present.metrics_transport.get()

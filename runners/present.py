@@ -31,13 +31,13 @@ def gather(transport: Transport, item: Any, alike: int | None = None) -> list[An
 
     Args:
         transport: the transport.
-        item: this site's object; where it is a tensor, those of the other sites have to be tensors, too.
+        item: this site's object; where it is a tensor or a text, those of the other sites have to be that, too.
         alike: first dimension from which on all tensors need the same shape; None where they may differ.
 
     Raises:
         MismatchError: if the tensors do not have it.
     """
-    kind = next((each for each in (Tensor, bool) if isinstance(item, each)), Any)
+    kind = next((each for each in (Tensor, bool, str) if isinstance(item, each)), Any)
     with declared(METRICS):
         every = checked(transport.gather_present(item), kind, "value", transport)
     shapes = {rank: None if alike is None else _kind(each, alike) for rank, each in every.items()}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -395,7 +394,7 @@ class Collectives(_ProcessGroup):
         return table
 
 
-_PICKLING = {  # functions by which libraries unpickle what arrives in collectives, by their modules
+_EXECUTING = {  # functions by which libraries unpickle or evaluate what arrives in collectives, by their modules
     "torch.distributed.distributed_c10d": (
         *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
         *("send_object_list", "recv_object_list"),
@@ -403,25 +402,23 @@ _PICKLING = {  # functions by which libraries unpickle what arrives in collectiv
     "torch.distributed.optim.zero_redundancy_optimizer": ("_broadcast_object",),
     "catalyst.utils.distributed": ("all_gather",),
     "accelerate.utils.operations": ("_neuron_gather_object", "_neuron_broadcast_object_list"),
+    "ignite.distributed.comp_models.base": ("_setup_placeholder",),
 }
 
 
 def _check_pickles(policy: Policy) -> None:
-    """Raise PolicyError if the current call is one of a function that unpickles what other sites send.
+    """Raise PolicyError if the current call is one of a function that unpickles or evaluates what other sites send.
 
-    Functions are found in the stack: they may have been imported by name before this module.
+    Functions are found in the stack: they may have been imported by name, or replaced by another library.
     """
     if policy.allow_pickle:
         return
-    found = {name: vars(sys.modules[name]) for name in _PICKLING if name in sys.modules}
-    functions = [found[module][name] for module in found for name in _PICKLING[module] if name in found[module]]
-    codes = {id(inspect.unwrap(function).__code__) for function in functions}
     frame = inspect.currentframe()
     while frame is not None:
-        if id(frame.f_code) in codes:
+        if frame.f_code.co_name in _EXECUTING.get(frame.f_globals.get("__name__", ""), ()):
             raise PolicyError(
-                f"the policy of this site's kit has allow_pickle = false, and {frame.f_code.co_name} unpickles what "
-                "arrives, by which other sites and the hub could run programs here. Exchange objects by "
+                f"the policy of this site's kit has allow_pickle = false, and {frame.f_code.co_name} unpickles or "
+                "evaluates what arrives, by which other sites and the hub could run programs here. Exchange objects by "
                 "gather_objects() of dadplug.exchange or of a reduction, or set allow_pickle = true in the kit's "
                 "policy.toml; nothing has been sent"
             )

@@ -126,6 +126,48 @@ def test_a_member_that_pretends_plain_tensors_runs_nothing(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+def of_ignite(path, own):
+    """Receive what another site describes by an expression of Python, where ignite evaluates that; return the results.
+
+    Args:
+        path: file that the expression creates.
+        own: whether ignite uses the exchanges of `dadplug.monai`.
+    """
+    import ignite.distributed as idist
+    from ignite.distributed.comp_models.base import ComputationModel
+    from ignite.metrics import RocCurve
+
+    if own:
+        import dadplug.monai  # noqa: F401 (replaces ignite's)
+    idist.sync()
+    sends = dist.get_rank() == 1
+    if sends:
+        text = f"__import__('os').system('touch {path}') or torch.float32"
+        crafted = [0, 1, 3, len(text), *text.encode()]
+        ComputationModel._encode_input_data = staticmethod(lambda *_: crafted + [-1] * (512 - len(crafted)))
+    metric = RocCurve()
+    metric.update((torch.tensor([0.2, 0.8]), torch.tensor([0, 1])))
+
+    def received():
+        every = [idist.broadcast(item if sends else None, 1, safe_mode=True) for item in (torch.ones(2), 0.5, "text")]
+        return every, idist.broadcast("four" if sends else "3", 1), idist.all_gather("ab" * (1 + sends))
+
+    return [found_error(metric.compute), found_error(received)] if not own else [metric.compute(), received()]
+
+
+def test_expressions_that_ignite_evaluates_are_refused_or_not_used(tmp_path):
+    pytest.importorskip("ignite", reason="needs pytorch-ignite: pip install 'dadplug[monai]'")
+    path = tmp_path / "executed"
+    for found in connected(kits_of(tmp_path / "stock", {}, {}), of_ignite, str(path), False):
+        assert {kind for kind, _ in found} == {"PolicyError"}, found
+        assert all("allow_pickle = false" in text for _, text in found)
+    for curve, (every, text, texts) in connected(kits_of(tmp_path / "own", {}, {}), of_ignite, str(path), True):
+        assert [each.tolist() for each in curve[:2]] == [[0.0, 0.0, 1.0], [0.0, 1.0, 1.0]]
+        assert torch.equal(every[0], torch.ones(2))
+        assert (*every[1:], text, texts) == (0.5, "text", "four", ["ab", "abab"])
+    assert not path.exists()
+
+
 def broadcast_in_lightning():
     import pytorch_lightning as lightning
     from dadplug.runners.pytorch_lightning import DADStrategy
