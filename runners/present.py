@@ -106,7 +106,8 @@ def broadcast(transport: Transport, item: Any, source: int) -> Any:
     Raises:
         SiteError: at all sites, if it is to be that of another site, which is absent.
     """
-    every = transport.gather_present(item)
+    with declared(METRICS):
+        every = transport.gather_present(item)
     if source and source not in every and not transport.rounds.joins:
         raise SiteError(f"{transport.sites[source]} is gone, and broadcast(src={source}) needs its object")
     return every.get(source, next(iter(every.values())))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT
+from ..exchange.restrictions import OBJECTS, declared
 from ..lowrank.rows import first_outside
 from ..support.refusals import refuse
 from ..support.signature import check_choice
@@ -632,7 +633,8 @@ class ParameterManager:
         Raises:
             MismatchError: if the object of a site is of another type.
         """
-        return self.transport.gather_objects(item, kind, what)
+        with declared(OBJECTS):
+            return self.transport.gather_objects(item, kind, what)
 
     @property
     def current_clock(self) -> int:

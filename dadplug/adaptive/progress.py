@@ -16,6 +16,7 @@ from torch import Tensor
 from ..exchange import DEFAULT_TIMEOUT, Traffic, Transport, open_transport
 from ..exchange.codec import register
 from ..exchange.factory import sites_may_leave
+from ..exchange.restrictions import OBJECTS, declared
 from ..step.model_sync.replicated_model import Stateful
 
 
@@ -444,7 +445,9 @@ class Accumulator(MutableMapping[Any, Any]):
             self._repeated[scope] += 1
             return copy.deepcopy(known[number])
         repeatable = current.begun and current.open_pass is None
-        self.include(current.transport.gather_objects(self._updates, dict, "list of sums"))
+        with declared(OBJECTS):
+            every = current.transport.gather_objects(self._updates, dict, "list of sums")
+        self.include(every)
         if repeatable:
             self._history[scope].append(copy.deepcopy(self._results))
         return self._results

@@ -24,6 +24,7 @@ from ...errors import MismatchError
 from ...exchange import Transport
 from ...exchange.fields import checked
 from ...exchange.handshake import gloo_interface
+from ...exchange.restrictions import METRICS, declared
 from ...exchange.status import describe
 from ...reduction import GradientReduction
 from ...support.environment import assign, environment
@@ -159,7 +160,8 @@ class SiteEngine(Engine):
         """Average the sites' metrics of a loader, weighted by their samples."""
         own = {name: float(value) for name, value in metrics.items()}
         self.own_metrics |= own
-        every = self.transport.gather_present((own, self.loader_samples))
+        with declared(METRICS):
+            every = self.transport.gather_present((own, self.loader_samples))
         return merge_metrics([*checked(every, METRICS_KIND, "list of metrics", self.transport).values()])
 
     def prepare_data_loader(

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...errors import MismatchError
 from ...exchange import Transport, connect
 from ...exchange.fields import checked
+from ...exchange.restrictions import METRICS, declared
 from ...step.model_sync.private import (
     keeping_private,
     private_parameters,
@@ -524,7 +525,8 @@ class BaseRunner(Exchange, SupervisedRunner):
         """Merge the metrics of all sites, and average running statistics before an evaluation uses them."""
         own = {name: float(value) for name, value in self.loader_metrics.items()} | self.engine.own_metrics
         self.engine.own_metrics.clear()
-        every = self._transport.gather_present((own, self.engine.loader_samples))
+        with declared(METRICS):
+            every = self._transport.gather_present((own, self.engine.loader_samples))
         by_site = checked(every, METRICS_KIND, "list of metrics", self._transport)
         self.loader_metrics.update(merge_metrics([*by_site.values()]))
         if self.engine.sites:

@@ -1,5 +1,6 @@
 """A hub and a member that lie: they send pickles that run a program, and policies keep numbers at their site."""
 
+import importlib.util
 import os
 import pickle
 
@@ -8,14 +9,15 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from dadplug.runners.patches import metrics_of_present_sites
 from running_hub import running_hub
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 
-from dadplug import GradientReduction, LocalSGD
+from dadplug import Accumulator, GradientReduction, LocalSGD
 from dadplug.adapm import ParameterManager
 from dadplug.errors import PolicyError
-from dadplug.exchange import gather_objects
+from dadplug.exchange import Traffic, gather_objects, open_transport
 from dadplug.exchange.restrictions import METRICS, OBJECTS
 from dadplug.hub.server.relay import Relay
 
@@ -210,6 +212,39 @@ def data_parallel():
     model(torch.ones(1, 2)).sum().backward()
 
 
+def adapm():
+    """Make a parameter manager, where the policy allows it; it takes no large objects."""
+    manager = ParameterManager()
+    with pytest.raises(PolicyError, match="bytes are allowed"):
+        manager.gather_objects(torch.ones(OBJECTS))
+
+
+def accumulated():
+    sums = Accumulator()
+    sums["x"] += torch.ones(OBJECTS)
+    with sums.synchronized():
+        pass
+
+
+def broadcast_in_ignite():
+    import ignite.distributed as idist
+
+    from dadplug import monai  # noqa: F401 (replaces ignite's exchanges)
+
+    with metrics_of_present_sites(open_transport(None, Traffic(), torch.device("cpu"), 20.0), []):
+        idist.sync()
+        idist.broadcast(torch.ones(METRICS), 0)
+
+
+def metrics_of_catalyst():
+    from dadplug.runners._catalyst.engine import SiteEngine
+
+    engine = object.__new__(SiteEngine)
+    engine.transport, engine.own_metrics = open_transport(None, Traffic(), torch.device("cpu"), 20.0), {}
+    engine.loader_samples = 1
+    engine.mean_reduce_ddp_metrics(dict.fromkeys(map(str, range(METRICS)), 0.5))
+
+
 def raw():
     ones, rooms = torch.ones(2), [torch.ones(2), torch.ones(2)]
     calls = {
@@ -227,7 +262,10 @@ def raw():
         "objects": lambda: dist.all_gather_object([None, None], ones),
         "DDP": data_parallel,
         "LocalSGD": lambda: LocalSGD(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), 0.1)),
-        "AdaPM": lambda: ParameterManager(),
+        "AdaPM": adapm,
+        "an Accumulator": accumulated,
+        **({"ignite": broadcast_in_ignite} if importlib.util.find_spec("ignite") else {}),
+        "Catalyst": metrics_of_catalyst,
         "large objects": lambda: gather_objects(torch.ones(OBJECTS)),
         "the store": lambda: (
             dist.group.WORLD and dist.distributed_c10d._get_default_store().set("x", bytes(2 * OBJECTS))
