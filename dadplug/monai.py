@@ -9,6 +9,7 @@ exchange, in which absent sites would be missed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .errors import MismatchError
 from .exchange import Traffic, Transport, gather_objects, open_transport
-from .exchange.fields import checked
+from .exchange.fields import NUMBER, checked, fits
 from .hub import current_connection
 from .hub.connect import connect
 from .options import Options
@@ -156,9 +157,26 @@ def _metrics_of_monai() -> Any:
     return importlib.import_module("monai.metrics.metric").Cumulative
 
 
+def _pooling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace MONAI's gather of tensors of different lengths, which makes room for as many rows as a site states."""
+
+    @functools.wraps(original)
+    def gather(data: Any, concat: bool = True) -> Any:
+        transport = present.metrics_transport.get()
+        if transport is None or not isinstance(data, Tensor):
+            return original(data, concat)
+        parts = [each.to(data.device) for each in present.gather(transport, data.detach(), min(1, data.dim()))]
+        return torch.cat(parts) if concat else parts
+
+    return gather
+
+
 _PATCHES = [SharedPatch(_metrics_of_ignite, "completed", lambda original: present.repeating(_restoring(original)))]
 if importlib.util.find_spec("monai") is not None:
     _PATCHES.append(SharedPatch(_metrics_of_monai, "_sync", present.repeating))
+    for _name in ("monai.metrics.metric", "monai.handlers.classification_saver", "monai.utils.dist"):
+        _module = functools.partial(importlib.import_module, _name)
+        _PATCHES.append(SharedPatch(_module, "evenly_divisible_all_gather", _pooling))
 
 
 class _EnginePlace:
@@ -176,11 +194,14 @@ class _EnginePlace:
         self.iteration = engine.state.iteration
 
     def state_dict(self) -> dict[str, Any]:
-        return {"iteration": self.iteration, "epoch_length": self._engine.state.epoch_length}
+        return {"iteration": self.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.iteration = self._engine.state.iteration = state["iteration"]
-        self._engine.state.epoch = state["iteration"] // state["epoch_length"]
+        iteration, own = state["iteration"], self._engine.state
+        if not fits(iteration, int) or not 0 <= iteration < (own.max_epochs or NUMBER) * own.epoch_length:
+            raise ValueError(f"the number of the iteration is {iteration!r}")
+        self.iteration = own.iteration = iteration
+        own.epoch = iteration // own.epoch_length
 
 
 class SiteHandler:
@@ -271,12 +292,13 @@ class SiteHandler:
         if (scaler := getattr(engine, "scaler", None)) is not None:
             state["scaler"] = scaler
         finite = {"check_finite": not getattr(engine, "amp", False)} | self._keywords
-        transport = self._open_transport(network) if elastic_run else None
+        transport = self._open_transport(network) if current_connection() is not None else None
         self.reduction = GradientReduction(
             network, synchronize="backward", state=state if elastic_run else None, **finite
         )
-        if transport is not None:
+        if elastic_run and transport is not None:
             self.reduction.after_step.append(transport.rounds.end_step)
+        if transport is not None:
             self._metrics.enter_context(metrics_of_present_sites(transport, _PATCHES))
         self._compare(engine, transport)
 
@@ -340,7 +362,8 @@ def mean_over_sites(reduction: GradientReduction, value: float | Tensor, weight:
         >>> dice = mean_over_sites(handler.reduction, own.mean(), len(own))
     """
     own = (float(value) if weight else 0.0, float(weight))
-    every = [each for each in reduction.gather_objects(own, tuple[float, float]) if each is not None]
+    found = reduction.gather_objects(own, tuple[float, float], "value with its weight", lambda each: each[1:])
+    every = [each for each in found if each is not None]
     total = sum(share for _, share in every)
     return sum(each * share for each, share in every) / total if total else float("nan")
 

@@ -30,7 +30,7 @@ from monai.transforms import Activationsd, AsDiscreted, Compose, EnsureTyped
 
 import dadplug
 from dadplug.errors import MismatchError
-from dadplug.monai import SiteHandler, mean_over_sites, save_at_each_site
+from dadplug.monai import SiteHandler, _EnginePlace, mean_over_sites, save_at_each_site
 
 SIZE, COUNT = 24, 4
 LAST = Compose([Activationsd("pred", sigmoid=True), AsDiscreted("pred", threshold=0.5)])
@@ -226,3 +226,14 @@ def test_what_does_not_fit_is_refused_before_training():
         (lambda: engine.run([0]), r"SiteHandler\(network=model, optimizer=optimizer\)"),
         (lambda: SiteHandler("none"), "unknown mode 'none'"),
     )
+
+
+@pytest.mark.parametrize("iteration", ["4", -4, 4.0, True, 10**30, 12, None], ids=str)
+def test_a_place_that_is_none_of_the_run_is_not_taken(iteration: Any) -> None:
+    engine = Engine(lambda engine, batch: None)
+    place = _EnginePlace(engine)
+    engine.state.epoch_length, engine.state.max_epochs = 4, 3
+    place.load_state_dict({"iteration": 11})
+    with pytest.raises(ValueError, match="the number of the iteration is"):
+        place.load_state_dict({"iteration": iteration})
+    assert (place.iteration, engine.state.iteration, engine.state.epoch) == (11, 11, 2)

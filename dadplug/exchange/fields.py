@@ -39,7 +39,7 @@ def check_fields(what: str, sender: str, fields: Mapping[str, int], ranges: Rang
             raise invalid(what, sender, f"{name} is {fields[name]}, where {least} to {most} is possible")
 
 
-def check_all(what: str, sender: str, values: Iterable[int], least: int, most: int) -> None:
+def check_all(what: str, sender: str, values: Iterable[float], least: int, most: int) -> None:
     """Check that all numbers of a message are in one range; errors as of `check_fields`."""
     for value in values:
         if not least <= value <= most:
@@ -91,7 +91,7 @@ def checked(
     kind: Any,
     what: str,
     transport: Any,
-    counts: Callable[[Any], Iterable[int]] = lambda _: (),
+    counts: Callable[[Any], Iterable[float]] = lambda _: (),
 ) -> dict[int, Any]:
     """Return what sites have sent, once it has been checked.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -375,18 +375,25 @@ class Transport(ABC):
     def broadcast_bytes(self, content: bytes) -> bytes:
         """Send rank 0's bytes to all sites; the argument is ignored on the others."""
 
-    def gather_objects(self, item: Any, kind: Any = Any, what: str = "object") -> list[Any]:
+    def gather_objects(
+        self,
+        item: Any,
+        kind: Any = Any,
+        what: str = "object",
+        counts: Callable[[Any], Iterable[float]] = lambda _: (),
+    ) -> list[Any]:
         """Gather one object from each site, by rank, for set-up and checkpoints; None of sites that are absent.
 
         Args:
             item: an object that `dadplug.exchange.codec.encode` takes.
             kind: type of the objects, see `dadplug.exchange.fields.fits`.
             what: what an object is, for errors.
+            counts: see `dadplug.exchange.fields.checked`.
 
         Raises:
-            MismatchError: if an object is of another type; where sites may leave, its site is left out.
+            MismatchError: if an object is not such a one; where sites may leave, its site is left out.
         """
-        every = checked(self.gather_present(item), kind, what, self)
+        every = checked(self.gather_present(item), kind, what, self, counts)
         return [every.get(rank) for rank in range(self.world_size)]
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -369,7 +369,13 @@ class ReplicatedModel:
             found = None if inside is None else sameness.first_difference(self.shared, inside)
             return sameness.first_difference(self.shared, self._transport) or found
 
-    def gather_objects(self, item: Any, kind: Any = Any, what: str = "object") -> list[Any]:
+    def gather_objects(
+        self,
+        item: Any,
+        kind: Any = Any,
+        what: str = "object",
+        counts: Callable[[Any], Iterable[float]] = lambda _: (),
+    ) -> list[Any]:
         """Gather an object from every site, by rank; all sites must call it.
 
         Args:
@@ -377,9 +383,10 @@ class ReplicatedModel:
                 back on the CPU.
             kind: type that the objects of all sites must have, such as ``float`` or ``dict[str, Tensor]``.
             what: what an object is, for the error about another one.
+            counts: returns the numbers in an object that may be neither negative nor NaN, such as weights.
 
         Raises:
-            MismatchError: if the object of a site is of another type; where sites may leave, this site is left out.
+            MismatchError: if the object of a site is not such a one; where sites may leave, this site is left out.
             PolicyError: if the object is larger than this site's kit allows.
             TypeError: on all sites, if the object of one cannot be sent.
             SiteError: if a site is gone or does not answer.
@@ -389,7 +396,7 @@ class ReplicatedModel:
             >>> mean = sum(accuracies) / len(accuracies)
         """
         with self.traffic.apart(), declared(OBJECTS):
-            return self._transport.gather_objects(item, kind, what)
+            return self._transport.gather_objects(item, kind, what, counts)
 
     def _attach(self) -> None:
         """Begin to be what exchanges this model's gradients or parameters; the constructors end with it."""
