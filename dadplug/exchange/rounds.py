@@ -85,7 +85,7 @@ class Contribution(Shown, frozen=True):
 
 
 class Outsized(Shown, frozen=True):
-    """Finding of a site: the gradient of another one is out of all proportion.
+    """Finding of a site: the gradient of another one, or its delta in local steps, is out of all proportion.
 
     Attributes:
         slot: the other site.
@@ -98,7 +98,7 @@ class Outsized(Shown, frozen=True):
     times: Annotated[float, Meta(gt=0)]
 
     def __str__(self) -> str:
-        return f"in step {self.training_step} the norm of its gradient is {self.times:.3g} times the median"
+        return f"in step {self.training_step} the norm of its gradient or delta is {self.times:.3g} times the median"
 
 
 class Rounds:

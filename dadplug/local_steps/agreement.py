@@ -38,7 +38,7 @@ from ..exchange.fields import checked
 from ..step.model_sync import sameness
 from ..step.model_sync.buffers import MovingBuffers
 from ..step.model_sync.samples import warn_of_unequal
-from .delta_format import DeltaFormat, SparseFormat, describe_spoilt, find_spoilt
+from .delta_format import DeltaCheck, DeltaFormat, SparseFormat, describe_spoilt
 from .header import Header, read_headers
 from .options import DEFAULT_DECAY, LocalOptions
 
@@ -417,6 +417,7 @@ class Agreement:
         self.agreed = AgreedModel(options.outer_momentum)
         self._model, self._options, self._transport = model, options, transport
         self._fragments = [Fragment(delta_format(options, transport)) for _ in range(options.fragments)]
+        self._check = DeltaCheck(transport, options.interval(0))
         self._buffers = MovingBuffers(model)
         self._headers: Gather = transport.gather([len(Header._fields)] * transport.world_size, torch.int64)
         self._tables = sameness.tables_with_max_norm(model)
@@ -625,9 +626,9 @@ class Agreement:
             fragment.weight = 0
         rank, header = next((rank, header) for rank, header in enumerate(headers) if header.nonfinite >= 0)
         raise NonFiniteError(
-            f"at step {header.step} parameter {names[header.nonfinite]!r} holds NaN or Inf at "
-            f"{self._transport.sites[rank]}: the steps since the last agreement are discarded on all sites, and the "
-            "parameters are the agreed ones"
+            f"{self._check.explain(header.step)}at step {header.step} parameter {names[header.nonfinite]!r} holds NaN "
+            f"or Inf at {self._transport.sites[rank]}: the steps since the last agreement are discarded on all sites, "
+            "and the parameters are the agreed ones"
         )
 
     # Deltas
@@ -724,7 +725,8 @@ class Agreement:
             if any(header.weight for header in headers) and all(header.nonfinite < 0 for header in headers):
                 shares = _shares(headers)
                 transit.means = transit.fragment.form.decode(payloads, shares)
-                if (found := find_spoilt(transit.fragment.form, payloads, transit.means, shares)) is not None:
+                last, form = max(header.step for header in headers), transit.fragment.form
+                if (found := self._check.find_spoilt(form, payloads, transit.means, shares, last)) is not None:
                     what = describe_spoilt(self._transport.sites[found[0]], found[1])
                     raise NonFiniteError(f"{what}. The round is not applied")
                 transit.rates = transit.fragment.rates(transit.means, self._options.outer_lr)

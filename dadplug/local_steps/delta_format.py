@@ -33,6 +33,7 @@ Source: arXiv:2508.15706 (SparseLoCo), algorithm 1.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,8 @@ from ..exchange.factor_buckets import finite
 from ..exchange.wire import WireFormat, wire_format
 from ..lowrank import Carry, compress_matrix, sum_of_products
 from ..step.methods.feedback import ErrorFeedback
+from ..step.reducer.clipping import FEW_STEPS, OUTSIZED, OutsizedGradients, sum_of_squares
+from ..step.reducer.handler import FORGET
 from .sparse_codec import SparseCode
 
 _ITERATIONS = 2  # power iterations of the first compression
@@ -100,6 +103,7 @@ class DeltaFormat:
     """
 
     keeps_deltas = False  # `encode` overwrites them
+    size = 0.0  # norm of the largest means so far
 
     def __init__(self, wire: str, rank: int | None, error_feedback: bool) -> None:
         self._wire, self._rank = wire, rank
@@ -300,6 +304,7 @@ class SparseFormat:
     """
 
     keeps_deltas = True  # `encode` only reads them, and may do so beside the next steps
+    size = 0.0  # norm of the largest means so far
 
     def __init__(
         self, density: Callable[[int], float], decay: float, error_feedback: bool, names: Callable[[int], str] = str
@@ -392,26 +397,53 @@ class SparseFormat:
         self._errors.load_state_dict({"reference": 0, "errors": state["errors"]})
 
 
-def find_spoilt(
-    form: DeltaFormat | SparseFormat,
-    payloads: Mapping[torch.dtype, Sequence[Tensor]],
-    means: Mapping[str, Tensor],
-    shares: Sequence[float],
-) -> tuple[int, str] | None:
-    """Return the rank of the first site with NaN, Inf or overflows in its payload, and the parameter; None for none.
+class DeltaCheck:
+    """Check of the deltas that arrive: those that are not finite are found, those out of all proportion are logged.
 
     Args:
-        form: the format, which has decoded the means; their memory may be used again.
-        payloads: the payloads of all sites by rank, by type.
-        means: the means by name.
-        shares: share of each site in them.
+        transport: the transport.
+        every: number of steps between two agreements.
     """
-    for rank, share in enumerate(shares if not all(map(finite, means.values())) else ()):
-        own = form.decode(payloads, [float(other == rank) for other in range(len(shares))]) if share else {}
-        for name, delta in own.items():
-            if not finite(delta):
-                return rank, name
-    return None
+
+    def __init__(self, transport: Transport, every: int) -> None:
+        self._outsized = OutsizedGradients(transport, None, "delta", FEW_STEPS * every)
+
+    def find_spoilt(
+        self,
+        form: DeltaFormat | SparseFormat,
+        payloads: Mapping[torch.dtype, Sequence[Tensor]],
+        means: Mapping[str, Tensor],
+        shares: Sequence[float],
+        step: int,
+    ) -> tuple[int, str] | None:
+        """Return the rank of the first site with NaN, Inf or overflows in its payload, and the parameter, if any.
+
+        Where the means are more than 1,000 times as large as those before, the deltas of the sites are measured.
+
+        Args:
+            form: the format, which has decoded the means.
+            payloads: the payloads of all sites by rank, by type.
+            means: the means by name; where one is not finite, their memory may be used again.
+            shares: share of each site in them.
+            step: number of the step.
+        """
+        size = math.hypot(*map(float, torch._foreach_norm([*means.values()]))) if means else 0.0
+        if not size <= OUTSIZED * form.size:
+            finite_means, norms = all(map(finite, means.values())), [0.0] * len(shares)
+            size = math.sqrt(sum_of_squares(means.values()))
+            for rank, share in enumerate(shares):
+                own = form.decode(payloads, [float(other == rank) for other in range(len(shares))]) if share else {}
+                norms[rank] = math.sqrt(sum_of_squares(own.values()))
+                if spoilt := [name for name, delta in own.items() if not (finite_means or finite(delta))]:
+                    return rank, spoilt[0]
+            form.decode(payloads, shares)  # into the same memory
+            self._outsized.follow(norms, step)
+        form.size = max(size, FORGET * form.size)
+        return None
+
+    def explain(self, step: int) -> str:
+        """Return what explains NaN or Inf in a step, see `OutsizedGradients.explain`."""
+        return self._outsized.explain(step)
 
 
 def describe_spoilt(site: str, name: str) -> str:

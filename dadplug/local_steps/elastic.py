@@ -39,7 +39,7 @@ from ..step.model_sync.buffers import write_agreed
 from ..step.model_sync.private import is_of_site
 from ..support.logs import get_logger
 from .agreement import Agreement, Fragment, delta_format, divide, fingerprint, is_finite
-from .delta_format import describe_spoilt, find_spoilt
+from .delta_format import describe_spoilt
 from .header import Header, read_headers
 from .options import LocalOptions
 
@@ -403,7 +403,8 @@ class ElasticAgreement(Agreement):
                 del headers[error.rank]
                 self._transport.rounds.leave_out(error.rank, error)
                 continue
-            if (found := find_spoilt(fragment.form, payloads, means, shares)) is not None:
+            last = max(header.step for header in headers.values())
+            if (found := self._check.find_spoilt(fragment.form, payloads, means, shares, last)) is not None:
                 del headers[found[0]]
                 what = describe_spoilt(sites[found[0]], found[1])
                 _log.warning("%s. It has no part in agreement %d", what, self.count + 1)
@@ -481,9 +482,9 @@ class ElasticAgreement(Agreement):
         if spoilt and spoilt.keys() == headers.keys():
             rank, header = next(iter(spoilt.items()))
             raise NonFiniteError(
-                f"at step {header.step} parameter {names[header.nonfinite]!r} holds NaN or Inf at {sites[rank]}, and "
-                "those of all other sites do, too: their steps since the last agreement are discarded, and the "
-                "parameters are the agreed ones"
+                f"{self._check.explain(header.step)}at step {header.step} parameter {names[header.nonfinite]!r} holds "
+                f"NaN or Inf at {sites[rank]}, and those of all other sites do, too: their steps since the last "
+                "agreement are discarded, and the parameters are the agreed ones"
             )
 
     # State

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Case:
         leave: step in which the process is killed; -1 for never.
         how: "step" before it, "agreement" before the end of the hub's round, "sent" in the step after an agreement;
             "lies" to send NaN, or what is no code, in place of deltas in the agreement that `spoils` numbers;
+            "shouts" to send large numbers in their place from it on;
             "hesitates" to be held up when it is asked for its state.
         late: agreement at which the site waits until another one has reached two more; -1 for none.
         other: folder of the other site.
@@ -124,6 +126,11 @@ def agreements_of(folder: str) -> int:
     return sum('"agreed"' in line for line in lines)
 
 
+def shout(form: Any, encode: Any, deltas: dict[str, Tensor], payloads: dict[torch.dtype, Tensor]) -> None:
+    """Encode finite numbers with which the next steps are out of range."""
+    encode(form, {name: torch.full_like(each, 1e200) for name, each in deltas.items()}, payloads)
+
+
 def disturb(case: Case) -> None:
     """Let the process be killed, be late, or spoil a parameter, where the case says so."""
     exchange, reach = ElasticAgreement._exchange, ElasticAgreement.reach
@@ -153,6 +160,9 @@ def disturb(case: Case) -> None:
                 [each.view(torch.uint8).fill_(255) for each in payloads.values()],
                 setattr(kind, "encode", encode),
             )
+        elif case.how == "shouts" and self.count == case.spoils:
+            for kind in (SparseFormat, DeltaFormat):
+                kind.encode = partialmethod(shout, kind.encode)
         elif self.count == case.spoils and weight and not case.header:
             with torch.no_grad():
                 next(self._model.parameters())[0, 0] = float("nan")

@@ -51,7 +51,7 @@ def test_it_is_the_mean_of_clipped_gradients_and_named_once(tmp_path, merge, min
         lines, _ = fleet.train("ab", c={"loud": LOUD})
         (named,) = [line for line in fleet.hub.log if "times the median" in line]
     is_exact(lines, 2)
-    assert f"c: in step {LIE} the norm of its gradient is " in named
+    assert f"c: in step {LIE} the norm of its gradient or delta is " in named
     assert fleet.printed("a").count("times the median of all sites, and clipped to 3 times the median") == 1
 
 

@@ -204,6 +204,24 @@ def test_a_site_that_sends_other_than_finite_deltas_is_left_out_and_named(tmp_pa
         assert f"site 2 (c) {found}" in fleet.printed(name), fleet.state()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap": False}, {"density": 0.1, "wire": "int2", "overlap": True, "fragments": 2}],
+    ids=["dense", "sparse"],
+)
+def test_a_site_whose_delta_is_out_of_all_proportion_is_named(tmp_path, options):
+    """NaN follows at all sites; the first of them is no more at fault than the others."""
+    with sites_of(tmp_path, "abc", options, steps=40) as fleet:
+        fleet.start("ab")
+        fleet.start("c", spoils=2, how="shouts")
+        fleet.end("abc", 1)
+        for name in "ab":
+            told = fleet.printed(name)
+            assert len(re.findall(r": step \d+: the norm of the delta of site 2 \(c\) is ", told)) == 1, told
+            assert re.search(r"NonFiniteError: in step \d+ the norm of the delta of site 2 \(c\) was ", told), told
+        fleet.hub.await_line("c: in step ", ENDED)
+
+
 @pytest.mark.parametrize("header", [{"weight": 2}, {"step": 1 << 62}, {"layout": 5}], ids=str)
 def test_a_site_that_states_what_counts_for_more_or_is_no_agreement_is_left_out_and_named(tmp_path, header):
     with sites_of(tmp_path, "abc", {"weighting": "uniform"}, steps=24) as fleet:

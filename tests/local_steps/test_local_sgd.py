@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import support
@@ -26,7 +27,7 @@ from running_hub import running_hub
 from torch import nn
 
 from dadplug import LocalSGD, MismatchError, NonFiniteError, SiteError
-from dadplug.local_steps.agreement import Agreement, DeltaFormat, outer_step
+from dadplug.local_steps.agreement import Agreement, DeltaFormat, SparseFormat, outer_step
 
 CASES = [
     {"overlap": False},
@@ -341,6 +342,27 @@ def test_what_is_not_as_its_site_states_is_not_applied() -> None:
             DeltaFormat.encode = encode
         assert agreed.isfinite().all()
         assert all(each.isfinite().all() for each in local._agreement.agreed.values.values())
+        local.detach()
+
+
+@support.at_sites(2)
+def test_a_delta_out_of_all_proportion_explains_nan_in_later_steps() -> None:
+    site, sparse = dist.get_rank(), {"density": 0.5, "wire": "int2", "delay": 1}
+    for options in ({}, {"overlap": True, "fragments": 2}, {"overlap": True} | sparse):
+        kind = SparseFormat if "density" in options else DeltaFormat
+        encode, local = kind.encode, local_steps(0, every=3, **options)
+        train(local, range(6), site)
+
+        def lie(form: Any, deltas: dict, payloads: dict, encode: Any = encode) -> None:
+            encode(form, {name: torch.full_like(each, 1e200) for name, each in deltas.items()}, payloads)
+
+        try:
+            kind.encode = lie if site else encode
+            named = r"^in step \d+ the norm of the delta of site 1 \(.*\) was .*, which explains this: at step \d+"
+            with pytest.raises(NonFiniteError, match=named):
+                train(local, range(6, 24), site)
+        finally:
+            kind.encode = encode
         local.detach()
 
 

@@ -32,7 +32,7 @@ OUTSIZED = 1000.0
 MEASURED_EVERY = 8  # steps, where norms are only compared: they cost time, and on a GPU a wait
 TRUSTED = 1.05
 """A statement holds where what arrives is up to this many times as large: it is rounded on the wire."""
-_OVER = 10  # steps without it that end an occurrence
+FEW_STEPS = 10
 _NOISE = 2.0**-20  # of the product of the factors' norms: what rounding may leave of rows that cancel each other
 
 
@@ -108,11 +108,16 @@ class OutsizedGradients:
     Args:
         transport: the transport.
         multiple: the option ``clip_sites``.
+        what: what has the norms, for messages.
+        over: steps without it that end an occurrence.
     """
 
-    def __init__(self, transport: Transport, multiple: float | None) -> None:
+    def __init__(
+        self, transport: Transport, multiple: float | None, what: str = "gradient", over: int = FEW_STEPS
+    ) -> None:
         self._transport = transport
         self._multiple = multiple
+        self._what, self._over = what, over
         self._last: dict[int, tuple[int, float]] = {}  # by rank, the last step above the limit, and how far
 
     def follow(self, norms: Sequence[float], step: int) -> None:
@@ -130,13 +135,14 @@ class OutsizedGradients:
                 continue
             times, transport = norm / limit * (self._multiple or OUTSIZED), self._transport
             last, self._last[rank] = self._last.get(rank), (step, times)
-            if last is not None and step - last[0] <= _OVER:
+            if last is not None and step - last[0] <= self._over:
                 continue
             done = "" if self._multiple is None else f", and clipped to {self._multiple:g} times the median"
             _log.warning(
-                "step %d: the norm of the gradient of %s is %.3g times the median of all sites%s. Look at the scale of "
-                "its data and of its loss",
+                "step %d: the norm of the %s of %s is %.3g times the median of all sites%s. Look at the scale of its "
+                "data and of its loss",
                 step,
+                self._what,
                 transport.sites[rank],
                 times,
                 done,
@@ -146,9 +152,9 @@ class OutsizedGradients:
 
     def explain(self, step: int) -> str:
         """Return what explains NaN or Inf in a step: sites that were above the limit in it, or shortly before."""
-        recent = [(rank, *last) for rank, last in self._last.items() if step - last[0] <= _OVER]
+        recent = [(rank, *last) for rank, last in self._last.items() if step - last[0] <= self._over]
         return "".join(
-            f"in step {last} the norm of the gradient of {self._transport.sites[rank]} was {times:.3g} times the "
+            f"in step {last} the norm of the {self._what} of {self._transport.sites[rank]} was {times:.3g} times the "
             "median of all sites, which explains this: "
             for rank, last, times in recent
         )
