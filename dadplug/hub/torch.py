@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import FrameError, PolicyError, SiteError
 from ..exchange.codec import MAX_BYTES
+from ..exchange.fields import invalid
 from ..exchange.framing import bytes_of
 from ..exchange.hierarchy import WorkerThreads
 from ..exchange.restrictions import OBJECTS, declared, most_bytes
@@ -281,7 +282,7 @@ class Collectives(_ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> HubWork:
         """Send one tensor to each site, and receive one of each."""
-        table = self._tables([each.numel() for each in inputs])
+        table = self._tables(inputs, outputs)
         starts = [sum(row[: self._own]) for row in table]
 
         def put(parts: list[Tensor]) -> None:
@@ -378,19 +379,25 @@ class Collectives(_ProcessGroup):
             self._transport = self._open_transport()
         return self._transport
 
-    def _tables(self, sizes: Sequence[int]) -> list[list[int]]:
+    def _tables(self, inputs: Sequence[Tensor], rooms: Sequence[Tensor]) -> list[list[int]]:
         """Gather the numbers of elements that each site sends to each.
 
+        Args:
+            inputs: the tensors that this site sends, by rank.
+            rooms: the tensors that it receives, by rank.
+
         Raises:
-            ValueError: if a number is out of range.
+            MismatchError: if a number is out of range, or is not that of this site's room.
         """
         rows: list[Tensor] = []
-        own = torch.tensor(list(sizes), dtype=torch.int64)
+        own = torch.tensor([each.numel() for each in inputs], dtype=torch.int64)
         self._gather(own, [self.size()] * self.size(), rows.extend, []).wait()
-        table = [[int(each) for each in row] for row in rows]
-        for rank, row in enumerate(table):
-            if not all(0 <= each <= MAX_BYTES for each in row) or sum(row) > MAX_BYTES:
-                raise ValueError(f"rank {rank} announces {row} elements: there may be {MAX_BYTES} at most")
+        table = [row.tolist() for row in rows]
+        for rank, (row, room) in enumerate(zip(table, rooms, strict=True)):
+            most = MAX_BYTES // room.element_size()
+            if not all(0 <= each <= most for each in row) or sum(row) > most or row[self._own] != room.numel():
+                name = f"process {rank}" if self._transport is None else self._transport.sites[rank]
+                raise invalid("list of sizes", name, f"it sends {row} elements to all, here is room for {room.numel()}")
         return table
 
 

@@ -15,7 +15,7 @@ from hub_sites import NAMES, links, over_hub, train
 from running_hub import running_hub
 from torch._C import _distributed_c10d as c10d
 
-from dadplug.errors import SiteError
+from dadplug.errors import MismatchError, SiteError
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.torch import HubGroup
 from dadplug.step.methods import method_names
@@ -180,6 +180,23 @@ def test_an_all_to_all_sends_a_part_to_each_site(together):
         )
         for rank in range(WORLD)
     ]
+
+
+@pytest.mark.parametrize("row", [[3, 3, 2], [-1, -1, 2], [1 << 33] * 3], ids=str)
+def test_a_site_that_sends_other_sizes_to_all_than_there_is_room_for_is_named(row, together):
+    """Nothing is allocated by what it states."""
+
+    def site(group):
+        if group.rank() == 2:
+            group._gather(torch.tensor(row), [WORLD] * WORLD, lambda parts: None, []).wait()
+            return ""
+        parts = [[torch.zeros(2, dtype=torch.float64) for _ in range(WORLD)] for _ in range(2)]
+        with pytest.raises(MismatchError) as found:
+            group.alltoall(*parts, c10d.AllToAllOptions())
+        return str(found.value)
+
+    for text in together(site)[:2]:
+        assert text.startswith(f"site 2 (c) has sent an invalid list of sizes: it sends {row} elements to all")
 
 
 def test_nothing_is_sent_for_empty_tensors(together, monkeypatch):
