@@ -38,6 +38,12 @@ def __getattr__(name: str) -> Any:
 
 
 @functools.cache
+def _packages_before() -> list[str]:
+    """Return the packages of Lightning that the program had imported at the first call, before Ray imported its own."""
+    return packages_in_use() if _RAY not in sys.modules else []
+
+
+@functools.cache
 def _derive() -> Any:
     """Derive the class from `dadplug.DADStrategy` and from Ray's strategy for DDP, as ``prepare_trainer`` asks for.
 
@@ -45,7 +51,7 @@ def _derive() -> Any:
         ImportError: if Ray or Lightning is not installed.
         RuntimeError: if the program uses another package of Lightning than Ray does.
     """
-    before = packages_in_use() if _RAY not in sys.modules else []
+    before = _packages_before()
     try:
         import ray.train.lightning as ray_lightning
     except ImportError as error:
