@@ -61,6 +61,11 @@ def outer_step(value: Tensor, delta: Tensor, momentum: Tensor | None, lr: float,
     value.add_(delta, alpha=lr)
 
 
+def _wide_type(parameter: Tensor) -> torch.dtype:
+    """Return the type of a parameter's agreed values and momenta."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
 class AgreedModel:
     """Agreed values of the parameters that are trained, in single or double precision.
 
@@ -87,8 +92,8 @@ class AgreedModel:
         for name, parameter in model.named_parameters():
             known = self.values.get(name)
             if parameter.requires_grad and (known is None or known.shape != parameter.shape):
-                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-                self.values[name] = parameter.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
+                own = parameter.detach().contiguous()
+                self.values[name] = own.to(_wide_type(parameter), copy=True)
                 self._momenta.pop(name, None)
                 self._starts.pop(name, None)
                 new.append(name)
@@ -239,14 +244,14 @@ class AgreedModel:
         """Take over what `donate` has returned at another site, with the parameters of `as_of_model` in the model.
 
         Raises:
-            ValueError: if tensors are not finite ones of the shapes of the parameters; KeyError if they have none.
+            ValueError: if tensors are not finite ones of the right shapes and types; KeyError if there is no parameter.
         """
         own = {name: each.detach() for name, each in model.named_parameters()}
         wide = state["wide"]
-        for name, each in [*wide.items(), *state["momenta"].items()]:
-            if each.shape != own[name].shape or not is_finite(each):
-                raise ValueError(f"{name!r} is of another shape, or has NaN or Inf")
         found = {name: wide[name] if name in wide else own[name].contiguous() for name in state["names"]}
+        for name, each in [*found.items(), *state["momenta"].items()]:
+            if (each.shape, each.dtype) != (own[name].shape, _wide_type(own[name])) or not is_finite(each):
+                raise ValueError(f"{name!r} is of another shape or type, or has NaN or Inf")
         kept = {"values": found, "momenta": state["momenta"], "starts": {}, "frozen": state["frozen"]}
         self.load_state_dict(kept, model)
 

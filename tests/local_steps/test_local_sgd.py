@@ -27,7 +27,7 @@ from running_hub import running_hub
 from torch import nn
 
 from dadplug import LocalSGD, MismatchError, NonFiniteError, SiteError
-from dadplug.local_steps.agreement import Agreement, DeltaFormat, SparseFormat, outer_step
+from dadplug.local_steps.agreement import AgreedModel, Agreement, DeltaFormat, SparseFormat, outer_step
 
 CASES = [
     {"overlap": False},
@@ -364,6 +364,20 @@ def test_a_delta_out_of_all_proportion_explains_nan_in_later_steps() -> None:
         finally:
             kind.encode = encode
         local.detach()
+
+
+@pytest.mark.parametrize("kind", ["wide", "momenta"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float16, torch.float64], ids=str)
+def test_agreed_values_of_another_type_are_refused(kind, dtype):
+    model, agreed = nn.Linear(3, 2).half(), AgreedModel(0.9)
+    agreed.follow(model)
+    agreed.move(
+        {name: torch.ones_like(each) for name, each in agreed.values.items()}, dict.fromkeys(agreed.values, 1.0)
+    )
+    state = agreed.donate(model)
+    AgreedModel(0.9).adopt(state, model)
+    with pytest.raises(ValueError, match="is of another shape or type"):
+        AgreedModel(0.9).adopt(state | {kind: {name: each.to(dtype) for name, each in state[kind].items()}}, model)
 
 
 @support.at_sites(2)
