@@ -401,11 +401,14 @@ _ADVICE = {  # by a part of the error
     "not valid yet": "Compare the clocks of both machines (`date -u`).",
     "expired": "Compare the clocks of both machines (`date -u`), then have the expired kit renewed.",
     "does not have the": "Use a name that the hub's certificate has, or have one added: `renew hub --hub-name NAME`.",
+    "do not allow TLS 1.3": "Raise MaxProtocol in openssl.cnf of this machine, or in the file that OPENSSL_CONF names.",
+    "another version of TLS": "A proxy or firewall on the way does not pass TLS 1.3 on, something else listens at this "
+    "port, or the hub's own OpenSSL does not allow TLS 1.3: its log says so.",
     "not speak TLS": "Something else listens at this port, or a proxy is in between.",
     "speaks HTTP": "A web server listens at this port, or a proxy is in between.",
     "not a site of": "The newest roster.json has to be copied into the hub's kit.",
     "another process is connected": "Another check of this kit runs, or has just ended. Repeat it in a few seconds.",
-    "version": "Install the same version of dadplug at this site and at the hub.",
+    "of the protocol": "Install the same version of dadplug at this site and at the hub.",
     "closed the connection": "Something else may listen at this port, a firewall cuts connections, or " + _NO_ROOM,
     "has not answered": "Something else may listen at this port, a firewall holds the connection up, or " + _NO_ROOM,
 }

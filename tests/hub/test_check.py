@@ -4,6 +4,7 @@ import contextlib
 import re
 import shutil
 import socket
+import ssl
 import threading
 import time
 import traceback
@@ -21,6 +22,7 @@ from dadplug.hub import Project, check
 from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, CheckRequest
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import current_time
+from dadplug.hub.secure import tls
 from dadplug.hub.server.acceptor import Acceptor
 from dadplug.hub.server.status import Meter, snapshot, table
 from dadplug.hub.wire.messages import Head, Kind, Refuse
@@ -237,6 +239,35 @@ def test_something_else_listens(kits, content, reason, advice):
     assert found.item == "TLS"
     assert re.search(reason, found.text)
     assert advice in found.advice
+
+
+def without_tls_1_3(make):
+    """Return a function that makes a context as where the settings of OpenSSL end with TLS 1.2."""
+
+    def made(kit):
+        context = make(kit)
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        return context
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("end", "text", "advice"),
+    [
+        ("hub_context", "requires another version of TLS", "or the hub's own OpenSSL"),
+        ("site_context", "the settings of OpenSSL on this machine", "openssl.cnf of this machine"),
+    ],
+)
+def test_an_end_whose_openssl_ends_with_tls_1_2(tmp_path, monkeypatch, end, text, advice):
+    monkeypatch.setattr(tls, end, without_tls_1_3(getattr(tls, end)))
+    with running_hub(tmp_path / "kits") as hub:
+        found = failure(hub.kits / "a")
+        if end == "hub_context":
+            hub.await_line("OpenSSL on this machine do not allow TLS 1.3")
+    assert (found.item, text in found.text) == ("TLS", True)
+    assert advice in found.advice
+    assert "version of dadplug" not in found.advice
 
 
 # What is wrong with the kit

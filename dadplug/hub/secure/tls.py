@@ -45,7 +45,7 @@ _REASONS = {
     "UNEXPECTED_MESSAGE": "the other end does not speak TLS",
     "HTTP_REQUEST": "the other end speaks HTTP, not TLS",
     "HTTPS_PROXY_REQUEST": "the other end speaks to a web proxy",
-    "NO_PROTOCOLS_AVAILABLE": "the other end does not speak TLS 1.3",
+    "NO_PROTOCOLS_AVAILABLE": "the settings of OpenSSL on this machine do not allow TLS 1.3",
     "TLSV1_ALERT_PROTOCOL_VERSION": "the other end requires another version of TLS; dadplug speaks TLS 1.3",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the other end requires a certificate: a kit is needed",
     "TLSV1_ALERT_UNKNOWN_CA": "the other end's kit is of another authority: its certificate authority has not signed "
