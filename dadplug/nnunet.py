@@ -29,7 +29,7 @@ from .ddp import DistributedDataParallel
 from .errors import MismatchError, SiteError
 from .exchange import Traffic, open_transport
 from .hub import current_connection
-from .hub.connect import connect
+from .hub.connect import check_kit, connect
 from .local_steps.options import LOCAL_MODE, options_class, options_of
 from .local_steps.wrapped import LocalModel
 from .runners.joining import TrainerState
@@ -191,16 +191,21 @@ class DadplugTraining(_Trainer):
         A training that has ended, which ``--c`` starts again for its validation, connects to no site.
 
         Raises:
+            KitError: if the kit cannot be read, or is not valid at present; before the data are prepared.
             MismatchError: if plans, labels, epochs or checkpoints differ between sites; it names the sites.
             SiteError: if a site does not come in time.
         """
         kit = os.environ.get(KIT) or None
         connected = kit or current_connection()
         refuse((self._elastic and not connected, f"min_sites needs a hub: set {KIT} to the folder of this site's kit"))
+        trains = self.current_epoch < self.num_epochs
+        connects = trains and not dist.is_initialized()
+        if connects:
+            check_kit(kit, self._timeout, **self._start)  # before the data are prepared, which may take hours
         super().on_train_start()  # before others wait for this site, and before processes could inherit connections
-        if self.current_epoch >= self.num_epochs:
+        if not trains:
             return
-        if not dist.is_initialized():
+        if connects:
             backend = "gloo" if self.device.type == "cpu" and kit is None else None
             connect(kit=kit, backend=backend, timeout=self._timeout, **self._start)
         self._iterations = self.num_iterations_per_epoch

@@ -17,6 +17,19 @@ def check_start(kit: str | Path | None, start_sites: int | None, start_after: fl
     )
 
 
+def check_kit(
+    kit: str | Path | None, timeout: float, start_sites: int | None = None, start_after: float | None = None
+) -> None:
+    """Raise what `connect` raises before it connects, for trainers that prepare much before; as in `connect`."""
+    check_start(kit, start_sites, start_after)
+    if kit is not None:
+        from .site.runtime import load_site_kit, start_terms
+
+        loaded = load_site_kit(kit)
+        loaded.check_dates()
+        start_terms(loaded, start_sites, start_after, timeout)
+
+
 def connect(
     rank: int | None = None,
     num_nodes: int | None = None,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,14 @@ import torch
 
 pytest.importorskip("nnunetv2", reason="nnU-Net is not installed")
 
+import hub_kits
 from nnunet_data import DATASET, Site, write_cases, write_plans
 from running_hub import running_hub
 from support import free_port
 
+from dadplug.errors import KitError
+from dadplug.hub.pki import provision
+from dadplug.hub.pki.kits import current_time
 from dadplug.nnunet import DadplugTraining
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -241,6 +247,54 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(tmp_path):
         trainer.save_checkpoint(str(latest))
     assert latest.read_bytes() == b"whole"
     assert [*tmp_path.iterdir()] == [latest]
+
+
+class Prepared(Exception):
+    """The data are about to be prepared."""
+
+
+class Preparing:
+    """What an nnU-Net trainer has before it prepares its data."""
+
+    def __init__(self, plans, configuration, fold, dataset_json, device) -> None:
+        self.output_folder, self.current_epoch, self.num_epochs = plans["folder"], plans["epoch"], 2
+
+    def on_train_start(self) -> None:
+        raise Prepared
+
+
+class PreparingTrainer(DadplugTraining, Preparing):
+    """One that trains with other sites."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "match"),
+    [
+        ("nobody", "", KitError, "is not a folder"),
+        ("hub", "", KitError, "is the kit of the hub"),
+        ("expired", "", KitError, "is valid from"),
+        ("mixed", "", KitError, "is not signed by the authority of this kit"),
+        ("a", "start_sites=3", ValueError, "the roster has 2"),
+        ("", "start_sites=2", ValueError, "needs a hub"),
+        ("a", "", Prepared, None),
+    ],
+)
+def test_a_wrong_kit_is_refused_before_the_data_are_prepared(tmp_path, monkeypatch, name, options, error, match):
+    kits = hub_kits.make(tmp_path / "kits", hub="127.0.0.1:9", sites=["a", "expired"])
+    provision.renew(kits, "expired", days=1, now=current_time() - timedelta(days=5))
+    shutil.copytree(kits / "a", kits / "mixed")
+    shutil.copy(hub_kits.make(tmp_path / "others") / "a" / "ca.pem", kits / "mixed")
+    monkeypatch.setenv("DADPLUG_KIT", str(kits / name) if name else "")
+    monkeypatch.setenv("DADPLUG_OPTIONS", options)
+
+    def start(epoch: int) -> None:
+        plans = {"folder": tmp_path, "epoch": epoch}
+        PreparingTrainer(plans, "3d_fullres", 0, {}, torch.device("cpu")).on_train_start()
+
+    with pytest.raises(error, match=match):
+        start(0)
+    with pytest.raises(Prepared):  # a training that has ended, which connects to no site
+        start(2)
 
 
 FOUND = """

@@ -366,7 +366,7 @@ def check_not_connected() -> None:
         )
 
 
-def _start_terms(kit: Kit, start_sites: int | None, start_after: float | None, timeout: float) -> StartTerms:
+def start_terms(kit: Kit, start_sites: int | None, start_after: float | None, timeout: float) -> StartTerms:
     """Return when the run may start without all sites; raise ValueError if that is out of its range."""
     if start_sites is None:
         return ALL_SITES
@@ -402,7 +402,7 @@ def connect_by_kit(
     """Connect this site to the hub of a kit; see `dadplug.connect`."""
     check_seconds("timeout", timeout)
     loaded = load_site_kit(kit, rank=rank, num_nodes=num_nodes, dist_url=dist_url, backend=backend)
-    start = _start_terms(loaded, start_sites, start_after, timeout)
+    start = start_terms(loaded, start_sites, start_after, timeout)
     if dist.is_initialized():
         if _is_connected(loaded, start):
             return
