@@ -79,6 +79,17 @@ def test_the_cost_of_a_step_is_its_processor_time_and_its_calls():
     assert all(milliseconds > 0 and calls > 0 for milliseconds, calls in support.sites(2).run(count_cost))
 
 
+@pytest.mark.parametrize(
+    ("model", "library", "extra"),
+    [("plainconv", "dynamic_network_architectures", "nnunet"), ("unet", "monai", "monai")],
+)
+def test_models_of_volumes_name_the_extra_that_they_need(monkeypatch, model, library, extra):
+    for name in [library, *(each for each in sys.modules if each.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"needs {library} .*pip install 'dadplug\[{extra}\]'.*make .venv-trainers"):
+        program("volumes").VOLUMES[model].build()
+
+
 def train_each_way():
     """Each way trains the same model on the same rows by the same options, and ends with the same parameters."""
     overhead = program("trainer_overhead")

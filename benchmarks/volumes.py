@@ -1,11 +1,13 @@
 """Models of medical imaging in three dimensions, by name: those of MONAI and nnU-Net.
 
-The libraries are imported when a model is built: ``pip install monai dynamic-network-architectures``.
+The libraries are imported when a model is built. `make .venv-trainers/ready` makes an environment with all of them.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,43 +27,49 @@ class _ByVoxel(nn.Module):
         return self.model(volumes).movedim(1, -1)
 
 
+def _library(name: str, extra: str) -> Any:
+    """Import a module with models, of an extra of dadplug."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"this model needs {name.partition('.')[0]} ({error}): pip install 'dadplug[{extra}]', or use the "
+            "environment .venv-trainers, which `make .venv-trainers/ready` makes"
+        ) from error
+
+
+def _monai() -> Any:
+    return _library("monai.networks.nets", "monai")
+
+
 def unet() -> nn.Module:
     """MONAI's U-Net of 16 to 256 channels with residual units."""
-    from monai.networks.nets import UNet
-
-    return _ByVoxel(UNet(3, 1, CLASSES, (16, 32, 64, 128, 256), (2, 2, 2, 2), num_res_units=2))
+    return _ByVoxel(_monai().UNet(3, 1, CLASSES, (16, 32, 64, 128, 256), (2, 2, 2, 2), num_res_units=2))
 
 
 def dynunet() -> nn.Module:
     """MONAI's DynUNet of 16 to 128 channels."""
-    from monai.networks.nets import DynUNet
-
     strides = [2, 2, 2]
-    return _ByVoxel(DynUNet(3, 1, CLASSES, [3] * 4, [1, *strides], strides, filters=[16, 32, 64, 128]))
+    return _ByVoxel(_monai().DynUNet(3, 1, CLASSES, [3] * 4, [1, *strides], strides, filters=[16, 32, 64, 128]))
 
 
 def segresnet() -> nn.Module:
     """MONAI's SegResNet of 8 channels and more."""
-    from monai.networks.nets import SegResNet
-
-    return _ByVoxel(SegResNet(3, 8, 1, CLASSES))
+    return _ByVoxel(_monai().SegResNet(3, 8, 1, CLASSES))
 
 
 def densenet121() -> nn.Module:
     """MONAI's classifier of volumes."""
-    from monai.networks.nets import DenseNet121
-
-    return DenseNet121(3, 1, CLASSES)
+    return _monai().DenseNet121(3, 1, CLASSES)
 
 
 def plainconv(features: tuple[int, ...] = (8, 16, 16)) -> nn.Module:
     """nnU-Net's PlainConvUNet without deep supervision; by default of few channels."""
-    from dynamic_network_architectures.architectures.unet import PlainConvUNet
-
     stages, affine = len(features), {"affine": True}
     strides = [1] + [2] * (stages - 1)
     norm = {"conv_bias": True, "norm_op": nn.InstanceNorm3d, "norm_op_kwargs": affine, "nonlin": nn.LeakyReLU}
-    model = PlainConvUNet(1, stages, features, nn.Conv3d, 3, strides, 2, CLASSES, 2, **norm)
+    networks = _library("dynamic_network_architectures.architectures.unet", "nnunet")
+    model = networks.PlainConvUNet(1, stages, features, nn.Conv3d, 3, strides, 2, CLASSES, 2, **norm)
     for unused in model.decoder.seg_layers[:-1]:  # outputs of deep supervision
         unused.requires_grad_(False)
     return _ByVoxel(model)
