@@ -79,9 +79,11 @@ class SummedBucket(ABC):
         ]
         if len(flat) < len(gradients):
             return False
-        torch._foreach_copy_(list(self._parts), flat)
-        if weight != 1.0:
-            self._flat[: sum(self._sizes)].mul_(weight)
+        if weight == 1.0:
+            torch._foreach_copy_(list(self._parts), flat)
+        else:  # in one pass over memory
+            for part, each in zip(self._parts, flat, strict=True):
+                torch.mul(each, weight, out=part)
         return True
 
     def finite(self, index: int | None = None) -> bool:

@@ -526,7 +526,7 @@ class DenseUnit(Unit):
 
     def _arrive(self, on_arrival: Arrived, parameter: Tensor) -> None:
         if (gradient := parameter.grad) is not None:
-            (self.version,), self.changed = versions_of((gradient,)), False
+            self.version, self.changed = version_of(gradient), False
             if (arrived := on_arrival()) is not None:
                 arrived(self)
 
