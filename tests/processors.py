@@ -37,7 +37,8 @@ METHODS = {  # by file, its tests whose result depends on the processor
         "autocast_keeps_chains",
         "equal_batches_have_the_bits_of_dad",
     ),
-    "lossy_state": ("what_is_kept_back_comes_later", "powersgd_follows_its_paper_over_several_buckets"),
+    "conservation": ("what_is_kept_is_neither_lost_nor_multiplied",),
+    "lossy_state": ("powersgd_follows_its_paper_over_several_buckets",),
     "merge_memory": ("the_residual_is_that_of_the_best_approximation_of_sum_and_memory",),
     "owner": ("with_rank_enough_it_is_the_exact_mean", "the_residual_is_that_of_the_best_approximation"),
 }

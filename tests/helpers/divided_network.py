@@ -63,6 +63,12 @@ def divided_layers(reduction) -> list[str]:
     return [unit.name for each in handlers if isinstance(each, DividedHandler) for unit in each.units]
 
 
+def spectrum(kind: str, count: int) -> torch.Tensor:
+    """Return singular values that decrease in one of three ways."""
+    steps = torch.arange(1, count + 1, dtype=torch.float64)
+    return {"flat": torch.ones(count), "power": steps**-1.0, "fast": 0.7**steps}[kind].double()
+
+
 @contextmanager
 def fail_to_merge(reduction):
     """Let the numerics of merging fail at all sites, as if LAPACK did not converge."""

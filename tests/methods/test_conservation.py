@@ -82,3 +82,9 @@ def test_what_is_kept_is_neither_lost_nor_multiplied(options: dict[str, Any]) ->
     found = {shares: sum_of(options, shares, shares in ("in turn", "idle")) for shares in SHARES}
     keeps_rows = options["mode"] == "rankdad" and "error_feedback" not in options  # a number of them, not all
     assert max(found.values()) < (0.1 if keeps_rows else 3e-2 if "wire" in options else 1e-3), found
+
+
+@support.at_sites(SITES)
+def test_without_a_memory_what_is_kept_back_is_lost() -> None:
+    for options in ({"mode": "powersgd", "rank": 2}, {"mode": "topk", "density": 0.1}, {"mode": "rankdad", "rank": 3}):
+        assert sum_of({**options, "error_feedback": False}, "in turn", False) > 0.1

@@ -8,7 +8,7 @@ import support
 import torch
 import torch.distributed as dist
 from chained_models import MODELS, chained, compare, draw, loss, mlp, pair
-from comparison import off_by, shares
+from comparison import assert_resumes, off_by, shares, train
 from torch import nn
 
 import dadplug
@@ -252,39 +252,20 @@ def test_equal_batches_have_the_bits_of_dad(sites):
         assert torch.equal(found, expected)
 
 
-@support.at_sites(2)
-def test_a_run_can_be_resumed() -> None:
-    """A run that is cut in two ends where one that is not ends, to the bit."""
-    rank = dist.get_rank()
+def resumes(steps: int, state: list | None) -> tuple:
+    model, _ = pair("mlp")
 
-    def train(model, reduction, steps):
-        for step in steps:
-            inputs, targets = draw(10, step)
-            mine = slice(0, 4) if rank == 0 else slice(4, 10)
-            model.zero_grad()
-            loss(model, inputs[mine], targets[mine]).backward()
-            reduction.synchronize()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
+    def backward(step: int) -> None:
+        inputs, targets = draw(10, step)
+        mine = slice(0, 4) if dist.get_rank() == 0 else slice(4, 10)
+        model.zero_grad()
+        loss(model, inputs[mine], targets[mine]).backward()
 
-    whole, cut = pair("mlp")
-    reduction = dadplug.GradientReduction(whole, mode="edad", weighting="samples")
-    train(whole, reduction, range(6))
-    reduction.detach()
-    reduction = dadplug.GradientReduction(cut, mode="edad", weighting="samples")
-    train(cut, reduction, range(3))
-    state, weights = reduction.state_dict(), copy.deepcopy(cut.state_dict())
-    reduction.detach()
-    fresh = mlp(6, 9, 8, 7, 4).double()
-    fresh.load_state_dict(weights)
-    reduction = dadplug.GradientReduction(fresh, mode="edad", weighting="samples")
-    reduction.load_state_dict(state)
-    assert reduction.step == 3
-    train(fresh, reduction, range(3, 6))
-    reduction.detach()
-    for p, q in zip(fresh.parameters(), whole.parameters()):
-        assert torch.equal(p, q)
+    return train(model, dadplug.GradientReduction(model, mode="edad", weighting="samples"), backward, steps, state)
+
+
+def test_a_run_can_be_resumed(sites):
+    assert assert_resumes(sites(2), resumes, 6, 3, exact=True)[2] == 3
 
 
 def names_the_layer_of_a_bad_number(where: str) -> str:

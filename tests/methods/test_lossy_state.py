@@ -376,37 +376,6 @@ def gradients(model, rank, seed=0, samples=None):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def mean_over_steps(options: dict, steps: int) -> float:
-    """Largest distance between the mean of many agreed gradients and the true one, by parameter, in its norms."""
-    model = network()
-    true = [gradients(model, rank) for rank in range(dist.get_world_size())]
-    samples = [6 + rank for rank in range(len(true))]
-    reduction = dadplug.GradientReduction(model, **{"weighting": "samples"} | options)
-    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for _ in range(steps):
-        gradients(model, dist.get_rank())
-        reduction.synchronize()
-        for name, p in model.named_parameters():
-            sums[name] += p.grad
-    worst = 0.0
-    for name, total in sums.items():
-        expected = sum(n * each[name] for n, each in zip(samples, true, strict=True)) / sum(samples)
-        worst = max(worst, float((total / steps - expected).norm() / expected.norm()))
-    return worst
-
-
-@pytest.mark.parametrize("options", LOSSY, ids=name_of)
-def test_what_is_kept_back_comes_later(sites, options):
-    few, many = (max(sites(2).run(mean_over_steps, options, steps)) for steps in (1, 80))
-    assert many < 0.06
-    assert many < few or few < 1e-3
-
-
-def test_without_feedback_it_never_comes(sites):
-    for options in ({"mode": "powersgd", "rank": 2}, {"mode": "topk", "density": 0.1}):
-        assert min(sites(2).run(mean_over_steps, {**options, "error_feedback": False}, 40)) > 0.1
-
-
 def follows_the_paper() -> None:
     """Beside PowerSGD as its paper writes it, in one process that sees all sites' gradients."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
