@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dadplug import LocalSGD
+from dadplug.local_steps.sparse_codec import SparseCode
 
 Batch = tuple[Tensor, Tensor]
 ROWS = (8, 5, 6)
@@ -110,7 +111,6 @@ class Site:
         self.model = copy.deepcopy(model)
         self.optimizer = make_optimizer(self.model.parameters())
         self.start = self.vector()
-        self.rows = 0
 
     def vector(self) -> Tensor:
         return vector(self.model)
@@ -119,73 +119,138 @@ class Site:
         self.optimizer.zero_grad()
         loss_of(self.model, *one).backward()
         self.optimizer.step()
-        self.rows += len(one[0])
 
     def begin(self, parameters: Tensor) -> None:
         self.start = parameters.clone()
         vector_to_parameters(parameters.clone(), self.model.parameters())  # which then share its memory
 
 
-class Reference:
-    """Local SGD and DiLoCo of all sites.
+SHAPES = {"0.weight": 120, "0.bias": 20, "2.weight": 240, "2.bias": 12, "4.weight": 36, "4.bias": 3}
+FRAGMENTS = {1: [], 2: [["2.weight"]], 3: [["2.weight"], ["0.weight"]]}
+"""All fragments of the model of `build` but the last one, which has all other parameters."""
+
+
+class Simulation:
+    """All sites in one process: a fragment is sent in each part of a round, and applied some steps later.
 
     Args:
-        model: the first model.
-        make_optimizer: makes a site's optimizer of parameters.
         count: number of sites.
-        lr: outer learning rate.
-        mu: outer momentum.
-        overlap: whether deltas are a round late.
-        uniform: whether all sites weigh the same.
+        every: steps of a round, or a function of the step at which it begins.
+        fragments: number of fragments.
+        delay: steps after which deltas are applied; None: at the next agreement.
+        overlap: whether deltas are in transit during the next steps.
+        outer_lr: outer learning rate; None: 1, and by the agreement of signs with a density.
+        outer_momentum: outer momentum.
+        density: density of sparse deltas; None for dense ones.
+        weighting: "uniform" where all sites weigh the same.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: Callable[[Any], torch.optim.Optimizer],
-        count: int = 2,
-        lr: float = 1.0,
-        mu: float = 0.0,
-        overlap: bool = False,
-        uniform: bool = False,
+        count: int,
+        every: int | Callable[[int], int],
+        fragments: int = 1,
+        delay: int | None = None,
+        overlap: bool = True,
+        outer_lr: float | None = None,
+        outer_momentum: float = 0.0,
+        density: float | None = None,
+        weighting: str = "samples",
     ) -> None:
-        self.sites = [Site(model, make_optimizer) for _ in range(count)]
-        self.agreed = self.sites[0].vector()
-        self.momentum = torch.zeros_like(self.agreed)
-        self.lr, self.mu, self.overlap, self.uniform = lr, mu, overlap, uniform
-        self._late: Tensor | None = None
+        self.sites = [Site(build(), adam) for _ in range(count)]
+        self.agreed, self.momentum = self.sites[0].vector(), torch.zeros_like(self.sites[0].vector())
+        places = torch.repeat_interleave(torch.arange(6), torch.tensor([*SHAPES.values()]))
+        masks = [sum(places == [*SHAPES].index(name) for name in names).bool() for names in FRAGMENTS[fragments]]
+        self.masks = [*masks, ~sum(masks, torch.zeros_like(places)).bool()]
+        self.rows = torch.zeros(fragments, count, dtype=torch.float64)
+        self.every = every if callable(every) else lambda _: every
+        self.delay, self.overlap, self.uniform = delay, overlap, weighting == "uniform"
+        self.lr, self.mu, self.density = outer_lr, outer_momentum, density
+        self.memories = [torch.zeros_like(self.agreed) for _ in range(count)]
+        self.number, self.pending, self.last = 0, None, 0
 
-    def synchronous_step(self, batches: Sequence[Batch | None]) -> None:
+    def synchronous_step(self, step: int, rows: Sequence[int]) -> None:
         """Take a step by the gradient on all sites' rows, with every site's optimizer."""
-        present = [one for one in batches if one is not None]
-        inputs, targets = torch.cat([one[0] for one in present]), torch.cat([one[1] for one in present])
+        parts = [batch(step, rank, own) for rank, own in enumerate(rows) if own]
         for site in self.sites:
-            site.train((inputs, targets))
-            site.rows = 0
+            site.train(tuple(map(torch.cat, zip(*parts, strict=True))))
             site.start = site.vector()
-        self.agreed = self.sites[0].vector()
+        self.agreed, self.last = self.sites[0].vector(), step + 1
 
-    def round(self, batches: Sequence[Sequence[Batch]], last: bool = False) -> None:
-        """Let every site train on its batches, and agree; in the last round nothing stays in transit."""
-        for site, own in zip(self.sites, batches, strict=True):
-            for one in own:
-                site.train(one)
-        if self._late is not None:
-            self._move(self._late)
-            self._late = None
-        weights = [float(site.rows > 0 if self.uniform else site.rows) for site in self.sites]
-        deltas = [site.vector() - site.start for site in self.sites]
-        mean = None
-        if any(weights):
-            mean = sum(weight * delta for weight, delta in zip(weights, deltas, strict=True)) / sum(weights)
-        if self.overlap and not last:
-            self._late = mean
-        elif mean is not None:
-            self._move(mean)
-        for site, delta in zip(self.sites, deltas, strict=True):
-            site.begin(self.agreed if self._late is None else self.agreed + delta)
-            site.rows = 0
+    def step(self, step: int, rows: Sequence[int]) -> None:
+        for rank, site in enumerate(self.sites):
+            if rows[rank]:
+                site.train(batch(step, rank, rows[rank]))
+        self.rows += torch.tensor(rows)
+        place, count, every = self.number % len(self.masks), len(self.masks), self.every(self.last)
+        if step + 1 == self.last + every * (place + 1) // count - every * place // count:
+            self.agree(at_once=not self.overlap)
+            self.last = step + 1
+        elif self.delay is not None and step + 1 == self.last + self.delay:
+            self.apply()
 
-    def _move(self, mean: Tensor) -> None:
-        self.momentum = self.mu * self.momentum + mean
-        self.agreed = self.agreed + self.lr * (mean + self.mu * self.momentum if self.mu else mean)
+    def agree(self, at_once: bool = False) -> None:
+        self.apply()
+        place = self.number % len(self.masks)
+        mask, weights = self.masks[place], self.rows[place].clone()
+        weights = weights.sign() if self.uniform else weights
+        deltas = [(site.vector() - site.start) * mask for site in self.sites]
+        sent = [self.coded(rank, delta, mask) if weights[rank] else 0.0 for rank, delta in enumerate(deltas)]
+        mean = sum(float(w / weights.sum()) * each for w, each in zip(weights, sent)) if weights.sum() else None
+        if mean is not None:
+            self.pending = (mask, mean, self.rate([w * each for w, each in zip(weights, sent)]))
+        self.rows[place], self.number = 0, self.number + 1
+        for site, delta in zip(self.sites, deltas):
+            begun = torch.where(mask, self.agreed + (0.0 if mean is None else delta), site.start)
+            progressed = torch.where(mask, begun, site.vector())
+            site.begin(progressed)
+            site.start = begun
+        if at_once:
+            self.apply()
+            for site in self.sites:
+                start = torch.where(mask, self.agreed, site.start)
+                site.begin(torch.where(mask, self.agreed, site.vector()))
+                site.start = start
+
+    def rate(self, sent: list) -> float:
+        if self.lr is not None or self.density is None:
+            return self.lr or 1.0
+        total, same, opposite = torch.zeros_like(self.agreed), 0, 0
+        for each in sent:
+            signs = total.sign() * torch.as_tensor(each).sign()
+            same, opposite = same + int((signs > 0).sum()), opposite + int((signs < 0).sum())
+            total += each
+        return 1 + 1.5 * max(0, same - opposite) / (same + opposite + 16)
+
+    def coded(self, rank: int, delta: Tensor, mask: Tensor) -> Tensor:
+        """Return what a site sends of a delta."""
+        if self.density is None:
+            return delta
+        sent, first = torch.zeros_like(delta), 0
+        for size in SHAPES.values():
+            own = slice(first, first + size)
+            if mask[first]:
+                code = SparseCode(size, self.density)
+                room = torch.zeros(code.nbytes, dtype=torch.uint8)
+                code.encode(delta[own].clone(), self.memories[rank][own], 0.95, room)
+                code.decode(room, sent[own], 1.0)
+            first += size
+        return sent
+
+    def apply(self) -> None:
+        if self.pending is None:
+            return
+        mask, mean, lr = self.pending
+        self.pending = None
+        self.momentum = torch.where(mask, self.mu * self.momentum + mean, self.momentum)
+        update = mean + self.mu * self.momentum if self.mu else mean
+        self.agreed = torch.where(mask, self.agreed + lr * update, self.agreed)
+        for site in self.sites:
+            start = site.start
+            site.begin(torch.where(mask, self.agreed + (site.vector() - start), site.vector()))
+            site.start = torch.where(mask, self.agreed, start)
+
+    def finish(self, step: int) -> None:
+        for _ in self.masks:
+            self.agree(at_once=True)
+        self.last = step

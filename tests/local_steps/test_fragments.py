@@ -1,4 +1,4 @@
-"""Fragments of a round, and headers that travel beside the next steps, held against a simulation in one process."""
+"""Local steps, fragments of a round, and headers that travel beside the next steps, held against a simulation."""
 
 from pathlib import Path
 
@@ -7,121 +7,27 @@ import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
-from local_reference import ROWS, Site, adam, batch, build, ends_equal, local_steps, resumes, train, vector
+from local_reference import ROWS, Simulation, adam, ends_equal, local_steps, resumes, train, vector
 from running_hub import running_hub
-from torch import Tensor, nn
+from torch import nn
 
 from dadplug import LocalSGD, MismatchError, NonFiniteError
 from dadplug.local_steps.agreement import Fragment, divide
-from dadplug.local_steps.sparse_codec import SparseCode
-
-SHAPES = {"0.weight": 120, "0.bias": 20, "2.weight": 240, "2.bias": 12, "4.weight": 36, "4.bias": 3}
-FRAGMENTS = {2: [["2.weight"]], 3: [["2.weight"], ["0.weight"]]}
-"""All fragments of the model of `build` but the last one, which has all other parameters."""
 
 
-class Fragmented:
-    """All sites in one process: a fragment is sent in each part of a round, and applied some steps later.
-
-    Args:
-        count: number of sites.
-        fragments: number of fragments.
-        every: steps of a round.
-        delay: steps after which deltas are applied; None: at the next agreement.
-        lr: outer learning rate; None: 1, and by the agreement of signs with a density.
-        mu: outer momentum.
-        density: density of sparse deltas; None for dense ones.
-    """
-
-    def __init__(self, count, fragments, every, delay=None, lr=None, mu=0.0, density=None) -> None:
-        self.sites = [Site(build(), adam) for _ in range(count)]
-        self.agreed, self.momentum = self.sites[0].vector(), torch.zeros_like(self.sites[0].vector())
-        places = torch.repeat_interleave(torch.arange(6), torch.tensor([*SHAPES.values()]))
-        masks = [sum(places == [*SHAPES].index(name) for name in names).bool() for names in FRAGMENTS[fragments]]
-        self.masks = [*masks, ~sum(masks).bool()]
-        self.rows = torch.zeros(fragments, count, dtype=torch.float64)
-        self.every, self.delay, self.lr, self.mu, self.density = every, delay, lr, mu, density
-        self.memories = [torch.zeros_like(self.agreed) for _ in range(count)]
-        self.number, self.pending, self.last = 0, None, 0
-
-    def step(self, step: int, rows: tuple[int, ...]) -> None:
-        for rank, site in enumerate(self.sites):
-            if rows[rank]:
-                site.train(batch(step, rank, rows[rank]))
-        self.rows += torch.tensor(rows)
-        place, count = self.number % len(self.masks), len(self.masks)
-        if step + 1 == self.last + self.every * (place + 1) // count - self.every * place // count:
-            self.agree()
-            self.last = step + 1
-        elif self.delay is not None and step + 1 == self.last + self.delay:
-            self.apply()
-
-    def agree(self, at_once: bool = False) -> None:
-        self.apply()
-        place = self.number % len(self.masks)
-        mask, weights = self.masks[place], self.rows[place].clone()
-        deltas = [(site.vector() - site.start) * mask for site in self.sites]
-        sent = [self.coded(rank, delta, mask) if weights[rank] else 0.0 for rank, delta in enumerate(deltas)]
-        mean = sum(float(w / weights.sum()) * each for w, each in zip(weights, sent)) if weights.sum() else None
-        if mean is not None:
-            self.pending = (mask, mean, self.rate([w * each for w, each in zip(weights, sent)]))
-        self.rows[place], self.number = 0, self.number + 1
-        for site, delta in zip(self.sites, deltas):
-            begun = torch.where(mask, self.agreed + (0.0 if mean is None else delta), site.start)
-            progressed = torch.where(mask, begun, site.vector())
-            site.begin(progressed)
-            site.start = begun
-        if at_once:
-            self.apply()
-            for site in self.sites:
-                start = torch.where(mask, self.agreed, site.start)
-                site.begin(torch.where(mask, self.agreed, site.vector()))
-                site.start = start
-
-    def rate(self, sent: list) -> float:
-        if self.lr is not None or self.density is None:
-            return self.lr or 1.0
-        total, same, opposite = torch.zeros_like(self.agreed), 0, 0
-        for each in sent:
-            signs = total.sign() * torch.as_tensor(each).sign()
-            same, opposite = same + int((signs > 0).sum()), opposite + int((signs < 0).sum())
-            total += each
-        return 1 + 1.5 * max(0, same - opposite) / (same + opposite + 16)
-
-    def coded(self, rank: int, delta: Tensor, mask: Tensor) -> Tensor:
-        """Return what a site sends of a delta."""
-        if self.density is None:
-            return delta
-        sent, first = torch.zeros_like(delta), 0
-        for size in SHAPES.values():
-            own = slice(first, first + size)
-            if mask[first]:
-                code = SparseCode(size, self.density)
-                room = torch.zeros(code.nbytes, dtype=torch.uint8)
-                code.encode(delta[own].clone(), self.memories[rank][own], 0.95, room)
-                code.decode(room, sent[own], 1.0)
-            first += size
-        return sent
-
-    def apply(self) -> None:
-        if self.pending is None:
-            return
-        mask, mean, lr = self.pending
-        self.pending = None
-        self.momentum = torch.where(mask, self.mu * self.momentum + mean, self.momentum)
-        update = mean + self.mu * self.momentum if self.mu else mean
-        self.agreed = torch.where(mask, self.agreed + lr * update, self.agreed)
-        for site in self.sites:
-            start = site.start
-            site.begin(torch.where(mask, self.agreed + (site.vector() - start), site.vector()))
-            site.start = torch.where(mask, self.agreed, start)
-
-    def finish(self, step: int) -> None:
-        for _ in self.masks:
-            self.agree(at_once=True)
-        self.last = step
+def widening(step: int) -> int:
+    return 2 if step < 4 else 5
 
 
+WHOLE = [
+    {"every": 4, "overlap": False},
+    {"every": 4, "overlap": False, "outer_lr": 0.7, "outer_momentum": 0.9},
+    {"every": 4},
+    {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9},
+    {"every": 4, "weighting": "uniform"},
+    {"every": 4, "delay": 2},
+    {"every": widening, "overlap": False},
+]
 CASES = [
     {"fragments": 2, "every": 4},
     {"fragments": 3, "every": 7, "delay": 1},
@@ -132,61 +38,89 @@ CASES = [
 ]
 
 
-def reference_of(options: dict, count: int) -> Fragmented:
-    names = {"outer_lr": "lr", "outer_momentum": "mu"}
+def simulation_of(options: dict, count: int = 2) -> Simulation:
     if "density" in options and "delay" not in options:
         options = options | {"delay": max(1, options["every"] // 4)}
-    return Fragmented(count, **{names.get(name, name): each for name, each in options.items() if name != "wire"})
+    return Simulation(count, **{name: each for name, each in options.items() if name != "wire"})
 
 
 def equals_the_simulation(cases: list[dict]) -> None:
     site, count = dist.get_rank(), dist.get_world_size()
     rows = ROWS[:count]
     for options in cases:
-        reference = reference_of(options, count)
-        local = local_steps(site, **options)
+        simulation = simulation_of(options, count)
+        local = local_steps(site, **options)  # rank 0's parameters have to reach the others
         for step in range(17):
-            reference.step(step, rows)
+            simulation.step(step, rows)
             train(local, [step], site, rows[site])
-            assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12, (options, step)
+            assert off_by(vector(local.model), simulation.sites[site].vector()) < 1e-12, (options, step)
+            if simulation.last == step + 1 and not options.get("overlap", True):
+                assert local.first_difference() is None
         local.finish()
-        reference.finish(17)
+        simulation.finish(17)
+        assert (local.steps, local.agreements) == (17, simulation.number)
         for step in range(17, 24):  # training goes on
-            assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12, (options, step)
-            reference.step(step, rows)
+            assert off_by(vector(local.model), simulation.sites[site].vector()) < 1e-12, (options, step)
+            simulation.step(step, rows)
             train(local, [step], site, rows[site])
         ends_equal(local)
 
 
 def test_parameters_are_those_of_a_simulation_in_one_process(sites):
-    sites(2).run(equals_the_simulation, CASES)
-    sites(3).run(equals_the_simulation, CASES[1:4:2])
+    sites(2).run(equals_the_simulation, [*WHOLE, *CASES])
+    sites(3).run(equals_the_simulation, [*WHOLE[2:4], *CASES[1:4:2]])
 
 
-def test_parameters_are_those_of_a_simulation_over_a_hub(tmp_path):
+def rounds_and_compresses() -> None:
+    site = dist.get_rank()
+    options = {"rank": 2, "wire": "int8", "warm_up": 2, "warm_up_mode": "rankdad"}
+    local = local_steps(site, dtype=torch.float32, every=3, **options)
+    train(local, range(8 - 2 * site), site)
+    ends_equal(local)
+
+
+def test_local_steps_over_a_hub(tmp_path):
     names = ("a", "b")
     with (
         running_hub(tmp_path / "kits", sites=names) as hub,
         support.Sites(2, kits=[hub.kits / name for name in names]) as group,
     ):
-        group.run(equals_the_simulation, CASES[1:4:2])
+        group.run(equals_the_simulation, [WHOLE[0], WHOLE[3], CASES[3]])
+        group.run(rounds_and_compresses)
 
 
 @support.at_sites(2)
 def test_a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
     """Site 0 has 13 batches, site 1 has 6: nothing of either is lost."""
     site = dist.get_rank()
-    for options in CASES[:2]:
-        reference = reference_of(options, 2)
+    for options in (*WHOLE[1:5], *CASES[:2]):
+        simulation = simulation_of(options)
         for step in range(13):
-            reference.step(step, (8, 5 if step < 6 else 0))
-        reference.finish(13)
+            simulation.step(step, (8, 5 if step < 6 else 0))
+        simulation.finish(13)
         local = local_steps(0, **options)
         train(local, range((13, 6)[site]), site, ROWS[site])
         local.finish()
-        assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12, options
+        assert off_by(vector(local.model), simulation.sites[site].vector()) < 1e-12, options
         assert local.steps == 13
         ends_equal(local)
+
+
+@pytest.mark.parametrize("finish_after", [9, 2])
+@support.at_sites(2)
+def test_local_steps_begin_after_synchronous_ones_which_a_site_may_not_finish(finish_after: int) -> None:
+    """Three synchronous steps, which are those of one process with all rows, then local ones."""
+    site, simulation = dist.get_rank(), Simulation(2, every=4)
+    for step in range(7):
+        take = simulation.synchronous_step if step < 3 else simulation.step
+        take(step, (8, 5 if step < finish_after else 0))
+    simulation.finish(7)
+    local = local_steps(site, every=4, warm_up=3, warm_up_mode="dad")
+    train(local, range(7 if site == 0 else min(7, finish_after)), site, ROWS[site])
+    local.finish()
+    assert local.steps == 7
+    assert off_by(vector(local.model), simulation.sites[site].vector()) < 1e-12
+    ends_equal(local)
 
 
 # Headers

@@ -1,4 +1,4 @@
-"""Local steps between sites, held against a simulation in one process; wires, checkpoints, changes, errors."""
+"""Local steps between sites: wires, statistics, checkpoints, changes of the model, errors."""
 
 import os
 import signal
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from comparison import off_by
 from local_reference import (
     ROWS,
-    Reference,
     adam,
     batch,
     build,
@@ -23,132 +22,10 @@ from local_reference import (
     train,
     vector,
 )
-from running_hub import running_hub
 from torch import nn
 
 from dadplug import LocalSGD, MismatchError, NonFiniteError, SiteError
 from dadplug.local_steps.agreement import AgreedModel, Agreement, DeltaFormat, SparseFormat, outer_step
-
-CASES = [
-    {"overlap": False},
-    {"overlap": False, "outer_lr": 0.7, "outer_momentum": 0.9},
-    {"overlap": True},
-    {"overlap": True, "outer_lr": 0.7, "outer_momentum": 0.9},
-    {"overlap": True, "weighting": "uniform"},
-]
-
-
-def reference_of(options: dict, count: int = 2, model: nn.Module | None = None) -> Reference:
-    names = {"outer_lr": "lr", "outer_momentum": "mu", "overlap": "overlap"}
-    settings = {names[name]: value for name, value in options.items() if name in names}
-    return Reference(model or build(), adam, count, uniform="weighting" in options, **settings)
-
-
-def batches(first: int, lasts: tuple[int, ...]) -> list[list]:
-    return [[batch(step, site, ROWS[site]) for step in range(first, last)] for site, last in enumerate(lasts)]
-
-
-def equals_reference(cases: list[dict]) -> None:
-    site, count = dist.get_rank(), dist.get_world_size()
-    for options in cases:
-        reference = reference_of(options, count)
-        model = build(site)  # rank 0's parameters have to reach the other
-        local = LocalSGD(model, adam(model.parameters()), every=4, **{"weighting": "samples"} | options)
-        for first, last in ((0, 4), (4, 8), (8, 11)):
-            reference.round(batches(first, (last,) * count), last=last == 11)
-            train(local, range(first, last), site, ROWS[site])
-            if last == 11:
-                local.finish()
-            assert (error := off_by(vector(model), reference.sites[site].vector())) < 1e-12, (options, last, error)
-            if last == 11 or not options["overlap"]:
-                assert local.first_difference() is None
-        assert (local.steps, local.agreements) == (11, 3)
-        reference.round(batches(11, (15,) * count))  # training goes on after finish()
-        train(local, range(11, 15), site, ROWS[site])
-        assert off_by(vector(model), reference.sites[site].vector()) < 1e-12, options
-        local.detach()
-
-
-def test_parameters_are_those_of_a_simulation_in_one_process(sites):
-    sites(2).run(equals_reference, CASES)
-    sites(3).run(equals_reference, CASES[2:4])
-
-
-@support.at_sites(2)
-def test_a_round_may_be_applied_after_some_steps_of_the_next() -> None:
-    """The mean arrives two steps after it was sent, and keeps what has been done since."""
-    site = dist.get_rank()
-    sites = reference_of({}).sites
-    local = local_steps(site, every=4, delay=2)
-    agreed, pending = sites[0].vector(), None
-    for step in range(15):
-        for rank, each in enumerate(sites):
-            each.train(batch(step, rank, ROWS[rank]))
-        if step % 4 == 3:
-            done = [each.vector() - each.start for each in sites]
-            pending = (8 * done[0] + 5 * done[1]) / 13
-            for each, own in zip(sites, done):
-                each.begin(agreed + own)
-        if step % 4 == 1 and pending is not None:
-            agreed, pending = agreed + pending, None
-            for each in sites:
-                progress = each.vector() - each.start
-                each.begin(agreed + progress)
-                each.start = agreed.clone()
-        train(local, [step], site, ROWS[site])
-        assert off_by(vector(local.model), sites[site].vector()) < 1e-12, step
-    local.finish()
-    expected = agreed + sum(w * (each.vector() - each.start) for w, each in zip((8 / 13, 5 / 13), sites))
-    assert off_by(vector(local.model), expected) < 1e-12
-    ends_equal(local)
-
-
-@support.at_sites(2)
-def test_a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
-    """Site 0 has 13 batches, site 1 has 5."""
-    site = dist.get_rank()
-    for options in CASES:
-        reference = reference_of(options)
-        for first, lasts, last in ((0, (4, 4), False), (4, (8, 5), False), (8, (12, 8), False), (12, (13, 12), True)):
-            reference.round([own[: max(0, 13 - 8 * s - first)] for s, own in enumerate(batches(first, lasts))], last)
-        local = local_steps(0, every=4, **options)
-        train(local, range((13, 5)[site]), site, ROWS[site])
-        local.finish()
-        assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12, options
-        assert local.steps == 13
-        ends_equal(local)
-
-
-@support.at_sites(2)
-def test_the_interval_may_be_a_function_of_the_step() -> None:
-    site = dist.get_rank()
-    reference = reference_of({})
-    local = local_steps(0, every=lambda step: 2 if step < 4 else 5, overlap=False)
-    for first, last in ((0, 2), (2, 4), (4, 9)):
-        reference.round(batches(first, (last, last)))
-        train(local, range(first, last), site, ROWS[site])
-        assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12
-    assert local.agreements == 3
-    local.detach()
-
-
-@pytest.mark.parametrize("finish_after", [9, 2])
-@support.at_sites(2)
-def test_local_steps_begin_after_synchronous_ones_which_a_site_may_not_finish(finish_after: int) -> None:
-    """Three synchronous steps, which are those of one process with all rows, then local ones."""
-    site = dist.get_rank()
-    reference = reference_of({"overlap": True})
-    for step in range(3):
-        reference.synchronous_step([batch(step, s, ROWS[s]) if step < finish_after or s == 0 else None for s in (0, 1)])
-    local = local_steps(site, every=4, warm_up=3, warm_up_mode="dad")
-    lasts = (7, 7 if finish_after > 3 else 3)
-    train(local, range(7 if site == 0 else min(7, finish_after)), site, ROWS[site])
-    reference.round(batches(3, lasts))
-    reference.round([[], []], last=True)
-    local.finish()
-    assert local.steps == 7
-    assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12
-    ends_equal(local)
 
 
 def normalised_model(site: int) -> nn.Sequential:
@@ -586,24 +463,6 @@ def test_what_a_schedule_returns_is_checked() -> None:
         train(local, range(12), site)
     assert (local.steps, local.first_difference()) == (8, None)  # the agreement itself has taken place
     local.detach()
-
-
-def rounds_and_compresses() -> None:
-    site = dist.get_rank()
-    options = {"rank": 2, "wire": "int8", "warm_up": 2, "warm_up_mode": "rankdad"}
-    local = local_steps(site, dtype=torch.float32, every=3, **options)
-    train(local, range(8 - 2 * site), site)
-    ends_equal(local)
-
-
-def test_local_steps_over_a_hub(tmp_path):
-    names = ("a", "b")
-    with (
-        running_hub(tmp_path / "kits", sites=names) as hub,
-        support.Sites(2, kits=[hub.kits / name for name in names]) as group,
-    ):
-        group.run(equals_reference, [CASES[0], CASES[3]])
-        group.run(rounds_and_compresses)
 
 
 def resume(folder: str, fragments: int) -> LocalSGD:
