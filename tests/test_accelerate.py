@@ -85,7 +85,7 @@ def train(accelerator: Accelerator, clips: str, data: torch.Tensor, epochs: int 
     return model, record
 
 
-def replay(micro_batches, accumulation: int, clips: str, model: nn.Module, plain=None) -> nn.Module:
+def replay(micro_batches, accumulation: int, clips: str, model: nn.Module, plain=None, sites: int = 2) -> nn.Module:
     """Train a model on given micro-batches by a plain loop, alone or by a `GradientReduction`."""
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -97,7 +97,7 @@ def replay(micro_batches, accumulation: int, clips: str, model: nn.Module, plain
                 plain.synchronize()
             clip(clips, None, model.parameters())
             optimizer.step()
-            for _ in range(2):  # accelerate's scheduler makes a step for each process
+            for _ in range(sites):  # accelerate's scheduler makes a step for each process
                 scheduler.step()
             optimizer.zero_grad()
     return model
@@ -384,57 +384,6 @@ def test_local_steps_need_one_optimizer_and_no_synchronous_steps(monkeypatch):
     )
 
 
-@support.at_sites(2)
-def test_two_models_train_with_two_optimizers() -> None:
-    """A generator and a discriminator, each with its optimizer: several backward passes, some through both."""
-    accelerator = fresh(mode="dad")
-    rank, alone = dist.get_rank(), (build(1), nn.Linear(3, 1).double())
-    torch.manual_seed(3)
-    alone[1].load_state_dict(nn.Linear(3, 1).double().state_dict())
-
-    def loop(generator, judge, optimizers, parts, backward) -> None:
-        for step in range(4):
-            noise, real = rows(8, seed=step)[parts], rows(8, seed=50 + step)[parts][:, :3]
-            optimizers[1].zero_grad()
-            backward(judge(real).sigmoid().log().mean().neg())
-            backward((1 - judge(generator(noise).detach()).sigmoid()).log().mean().neg())
-            optimizers[1].step()
-            optimizers[0].zero_grad()
-            backward(judge(generator(noise)).sigmoid().log().mean().neg())
-            optimizers[0].step()
-
-    both = copy.deepcopy(alone)
-    rates = (0.1, 0.2)
-    prepared = accelerator.prepare(*both, *(torch.optim.SGD(m.parameters(), lr) for m, lr in zip(both, rates)))
-    loop(*prepared[:2], prepared[2:], slice(rank, None, 2), accelerator.backward)
-    own = [torch.optim.SGD(m.parameters(), lr) for m, lr in zip(alone, rates)]
-    loop(*alone, own, slice(None), torch.Tensor.backward)
-    for model, other in zip(prepared, alone):
-        assert_equal(model, other)
-    accelerator.free_memory()
-
-
-@support.at_sites(2)
-def test_bf16_is_that_of_a_plain_loop() -> None:
-    accelerator = fresh(mode="dsgd", mixed_precision="bf16")
-    model = accelerator.prepare(build().float())
-    inputs = rows(4, seed=dist.get_rank()).float()
-    outputs = model(inputs)
-    assert outputs.dtype == torch.float32
-    accelerator.backward(outputs.square().mean())
-    accelerator.free_memory()
-    other = build().float()
-    reduction = dadplug.GradientReduction(other, mode="dsgd")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(other(inputs).float(), outputs)
-        other(inputs).float().square().mean().backward()
-    reduction.synchronize()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-    reduction.detach()
-    fresh()  # without mixed precision for the next test
-
-
 @pytest.mark.parametrize("mode", ["dad", "rankdad"])
 @support.at_sites(2)
 def test_a_step_that_overflows_at_one_site_is_skipped_at_all(mode: str) -> None:
@@ -538,15 +487,7 @@ def test_one_process_trains_alone(monkeypatch):
     model, record = train(accelerator, "norm", data)
     assert [steps for _, steps in record] == [False, True, True] * 2
     assert model.reduction.step == 4
-    alone = build()
-    optimizer = torch.optim.Adam(alone.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    for inputs, steps in record:
-        (alone(inputs).square().mean() / 2).backward()
-        if steps:
-            nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-            optimizer.step(), scheduler.step(), optimizer.zero_grad()
-    assert_equal(model, alone, 1e-8)
+    assert_equal(model, replay(record, 2, "norm", build(), sites=1), 1e-8)
     frozen = build().requires_grad_(False)
     assert accelerator.prepare(frozen) is frozen
     refuses(

@@ -136,25 +136,6 @@ def test_buffers_are_those_of_site_0() -> None:
     model.reduction.detach()
 
 
-@support.at_sites(2)
-def test_gradients_are_final_when_backward_returns() -> None:
-    """A GradScaler of torch, whose scale the gradients contain when backward returns."""
-    rank = dist.get_rank()
-    model = dadplug.DistributedDataParallel(build(), mode="dad", weighting="samples")
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler.scale(loss_of(model, 0, [rank])).backward()
-    scaler.unscale_(optimizer)
-    alone = build()
-    loss_of(alone, 0, range(2)).backward()
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-13)
-    scaler.step(optimizer)
-    scaler.update()
-    model.reduction.detach()
-
-
 def test_what_cannot_work_is_refused():
     model = dadplug.DistributedDataParallel(build(), mode="rankdad", weighting="samples")
     refuses(

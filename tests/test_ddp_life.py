@@ -1,11 +1,14 @@
-"""What scripts do with torch's DistributedDataParallel, done with dadplug's: each case is held against one process."""
+"""What scripts do with torch's DistributedDataParallel, done with dadplug's or without a wrapper, by gradients that are
+final when ``backward()`` returns: each case is held against one process.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,17 +94,35 @@ def same(model: nn.Module, alone: nn.Module, limit: float = 1e-10) -> None:
         assert off_by(p.detach(), q.detach()) < limit, name
 
 
-def follow(steps: Callable[..., None], kind: Callable[[], nn.Module] = Net, modes: Any = MODES, **options: Any) -> None:
-    """Train by both, and compare: `steps` gets a model and the sites whose rows it has."""
-    for mode in modes:
-        model = dadplug.DistributedDataParallel(build(0, kind), mode=mode, **options)
-        alone = build(0, kind)
-        steps(model, [dist.get_rank()])
-        steps(alone, range(2))
-        same(model, alone)
+def follow(
+    steps: Callable[..., None],
+    kind: Callable[[], nn.Module] = Net,
+    expected: int = 4,
+    ways: Sequence[str] = ("wrapped", "not wrapped"),
+) -> None:
+    """Train in each way, and in one process with the rows of all, and compare.
+
+    Args:
+        steps: gets what is called in training, the sites whose rows it has, and the reduction, where there is one.
+        kind: makes the model.
+        expected: number of steps of the reduction.
+        ways: "wrapped" as with torch's class, or "not wrapped", by ``synchronize="backward"``.
+    """
+    for way, mode in itertools.product(ways, (*MODES, "rankdad")):
+        model, alone = build(0, kind), build(0, kind)
+        options = {"mode": mode, "wire": "fp32"} | ({"rank": 12} if mode == "rankdad" else {})
+        if way == "wrapped":
+            model = dadplug.DistributedDataParallel(model, **options)
+            reduction = model.reduction
+        else:
+            reduction = dadplug.GradientReduction(model, synchronize="backward", **options)
+        steps(model, [dist.get_rank()], reduction)
+        steps(alone, range(2), None)
+        assert reduction.step == expected, (way, mode)
+        same(model, alone, 1e-9)
         assert off_by(next(alone.parameters()).detach(), next(build(0, kind).parameters()).detach()) > 1e-6
-        assert model.reduction.first_difference() is None
-        model.reduction.detach()
+        assert reduction.first_difference() is None
+        reduction.detach()
 
 
 def trains(
@@ -118,20 +139,20 @@ def trains(
 
 @support.at_sites(2)
 def test_outputs_of_all_kinds() -> None:
-    def of_dataclass(model: nn.Module, sites: Any) -> None:
+    def of_dataclass(model: nn.Module, sites: Any, reduction: Any) -> None:
         trains(model, sites, lambda net, x, _: net(x, "dataclass").logits.square().mean())
 
-    def of_containers(model: nn.Module, sites: Any) -> None:
+    def of_containers(model: nn.Module, sites: Any, reduction: Any) -> None:
         trains(model, sites, lambda net, x, _: net(x, kind="nested")["all"][0][0].square().mean())
 
-    def not_returned(model: nn.Module, sites: Any) -> None:
+    def not_returned(model: nn.Module, sites: Any, reduction: Any) -> None:
         def loss(net: nn.Module, x: Tensor, _: int) -> Tensor:
             assert not net(x, "stored").requires_grad
             return plain(net).stored.square().mean()
 
         trains(model, sites, loss)
 
-    def inside_of_forward(model: nn.Module, sites: Any) -> None:
+    def inside_of_forward(model: nn.Module, sites: Any, reduction: Any) -> None:
         trains(model, sites, lambda net, x, _: net(x, "backward"))
 
     for steps in (of_dataclass, of_containers, not_returned, inside_of_forward):
@@ -140,17 +161,38 @@ def test_outputs_of_all_kinds() -> None:
 
 @support.at_sites(2)
 def test_activation_checkpointing_in_both_forms() -> None:
-    def steps(model: nn.Module, sites: Any) -> None:
-        trains(model, sites, lambda net, x, _: net(x).square().mean())
-        if isinstance(model, TorchDDP):
-            assert model.reduction.step == 4  # one a step, although a pass inside of each reaches parameters
+    """One step of the reduction a step, although a pass inside of each reaches parameters."""
 
-    for reentrant in (True, False):
+    def steps(model: nn.Module, sites: Any, reduction: Any) -> None:
+        trains(model, sites, lambda net, x, _: net(x).square().mean())
+
+    for reentrant in (None, True, False):
         follow(steps, lambda reentrant=reentrant: Net(reentrant))
 
 
-class Critic(Net):
-    """A model in float64 whose gradient by its input is penalised."""
+@support.at_sites(2)
+def test_parts_that_are_called_alone() -> None:
+    """As by a trainer that never calls the model itself."""
+
+    def steps(model: nn.Module, sites: Any, reduction: Any) -> None:
+        trains(model, sites, lambda net, x, _: net.last(net.block(net.first(x).tanh())).square().mean())
+
+    follow(steps, ways=["not wrapped"])
+
+
+@support.at_sites(2)
+def test_no_sync_accumulates() -> None:
+    def steps(model: nn.Module, sites: Any, reduction: Any) -> None:
+        def loss(net: nn.Module, x: Tensor, step: int) -> Tensor:
+            held_back = nullcontext() if reduction is None else (net if net is not plain(net) else reduction).no_sync()
+            with held_back:
+                net(x).square().mean().backward()
+            assert reduction is None or reduction.pending
+            return net(rows(step + 50, sites)).square().mean()
+
+        trains(model, sites, loss)
+
+    follow(steps)
 
 
 def penalised(net: nn.Module, x: Tensor, step: int) -> Tensor:
@@ -163,24 +205,23 @@ def penalised(net: nn.Module, x: Tensor, step: int) -> Tensor:
 
 @support.at_sites(2)
 def test_autograd_grad_and_double_backward() -> None:
-    def steps(model: nn.Module, sites: Any) -> None:
+    def steps(model: nn.Module, sites: Any, reduction: Any) -> None:
         trains(model, sites, penalised)
-        if isinstance(model, TorchDDP):
-            assert model.reduction.step == 4  # torch.autograd.grad synchronizes nothing
+        if reduction is not None:
+            assert reduction.step == 4  # torch.autograd.grad synchronizes nothing
             outputs, other = model(rows(9, sites)), build()
             torch.nn.Module.load_state_dict(other, plain(model).state_dict())
             own = torch.autograd.grad(outputs.square().mean(), list(model.parameters()))
             expected = torch.autograd.grad(other(rows(9, sites)).square().mean(), list(other.parameters()))
             for one, two in zip(own, expected, strict=True):
                 torch.testing.assert_close(one, two)
-            assert model.reduction.step == 4
 
     follow(steps)
 
 
 @support.at_sites(2)
 def test_backward_passes_that_are_repeated_or_interrupted() -> None:
-    def separate(model: nn.Module, sites: Any) -> None:
+    def separate(model: nn.Module, sites: Any, reduction: Any) -> None:
         def loss(net: nn.Module, x: Tensor, _: int) -> None:
             outputs = net(x)
             outputs.square().mean().backward(retain_graph=True)
@@ -188,7 +229,14 @@ def test_backward_passes_that_are_repeated_or_interrupted() -> None:
 
         trains(model, sites, loss)
 
-    def interrupted(model: nn.Module, sites: Any) -> None:
+    def of_two_batches(model: nn.Module, sites: Any, reduction: Any) -> None:
+        def loss(net: nn.Module, x: Tensor, step: int) -> Tensor:
+            net(x).square().mean().backward()
+            return net(rows(step + 50, sites)).square().mean()
+
+        trains(model, sites, loss)
+
+    def interrupted(model: nn.Module, sites: Any, reduction: Any) -> None:
         def fails(_: Tensor) -> None:
             raise ZeroDivisionError("in a hook")
 
@@ -206,7 +254,7 @@ def test_backward_passes_that_are_repeated_or_interrupted() -> None:
 
         trains(model, sites, loss)
 
-    def kept(model: nn.Module, sites: Any) -> None:
+    def kept(model: nn.Module, sites: Any, reduction: Any) -> None:
         """The forward pass is evaluated before, and gradients are set to zero in place of None."""
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         for step in range(4):
@@ -220,38 +268,38 @@ def test_backward_passes_that_are_repeated_or_interrupted() -> None:
             torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
             optimizer.step()
 
-    for steps in (separate, interrupted, kept):
-        follow(steps)
+    follow(separate, expected=8)
+    follow(of_two_batches, expected=8)
+    follow(interrupted)
+    follow(kept)
 
 
 @support.at_sites(2)
-def test_layers_are_frozen_and_freed() -> None:
-    def steps(model: nn.Module, sites: Any) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for step in range(6):
-            plain(model).middle.requires_grad_(step in (0, 1, 4, 5))
+def test_closures_and_scalers() -> None:
+    def closures(model: nn.Module, sites: Any, reduction: Any) -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, tolerance_change=0.0)
+
+        def closure() -> Tensor:
             optimizer.zero_grad()
-            model(rows(step, sites)).square().mean().backward()
-            optimizer.step()
+            loss = model(rows(0, sites)).square().mean()
+            loss.backward()
+            return loss
 
-    follow(steps)
+        for _ in range(2):
+            optimizer.step(closure)
 
+    def scaled(model: nn.Module, sites: Any, reduction: Any) -> None:
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=256.0), torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(rows(step, sites)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
 
-class Shared(nn.Module):
-    """A table that is the weight of the output layer, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())
-
-
-@support.at_sites(2)
-def test_shared_parameters() -> None:
-    follow(lambda model, sites: trains(model, sites, lambda net, x, _: net(x).square().mean()), Shared)
+    follow(closures, expected=6)
+    follow(scaled)
 
 
 @support.at_sites(2)
@@ -598,23 +646,12 @@ def test_mixed_precision() -> None:
 
 
 @support.at_sites(2)
-def test_backward_passes_that_trainers_announce() -> None:
-    """The calls of Accelerate and Lightning: a backward pass synchronizes whose forward pass was in `no_sync`."""
-    rank, model, alone = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad"), build()
-    with model.no_sync():
-        first, second = (model(rows(step, [rank])).square().mean() for step in range(2))
-        first.backward()
-        assert model.reduction.step == 0
-    model.reducer.prepare_for_backward([])
-    second.backward()
-    assert model.reduction.step == 1
-    (alone(rows(0, range(2))).square().mean() + alone(rows(1, range(2))).square().mean()).backward()
-    for p, q in zip(model.module.parameters(), alone.parameters(), strict=True):
-        assert off_by(p.grad, q.grad) < 1e-10
-    model.zero_grad()
-    model.module(rows(2, [rank])).mean().backward()  # by way of the module: nothing is exchanged, and no step is taken
+def test_a_pass_by_way_of_the_module_exchanges_nothing_and_is_no_step() -> None:
+    model = dadplug.DistributedDataParallel(build(), mode="dad")
+    model.module(rows(2, [dist.get_rank()])).mean().backward()
     with pytest.raises(RuntimeError, match="call the wrapped model"):
         torch.optim.SGD(model.parameters(), 0.1).step()
+    assert model.reduction.step == 0
     model.reduction.detach()
 
 
@@ -633,3 +670,46 @@ def test_transforms_of_torch_func() -> None:
     model(x).square().mean().backward()
     assert model.reduction.step == 1
     model.reduction.detach()
+
+
+@support.at_sites(2)
+def test_idle_sites_calls_of_synchronize_and_what_is_not_finite_without_a_wrapper() -> None:
+    rank, model, alone = dist.get_rank(), build(), build()
+    reduction = dadplug.GradientReduction(model, "dsgd", synchronize="backward")
+    if rank == 0:
+        model(rows(0, [0])).square().mean().backward()
+    else:
+        reduction.idle()
+    alone(rows(0, [0])).square().mean().backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert off_by(p.grad, q.grad) < 1e-12
+    refuses(
+        (lambda: reduction.synchronize(), "has synchronized"),
+        (lambda: reduction.apply(torch.optim.SGD(model.parameters(), 0.1)), "has synchronized"),
+        error=RuntimeError,
+    )
+    assert reduction.step == 1
+    model.zero_grad()
+    with reduction.no_sync():
+        model(rows(1, [rank])).square().mean().backward()
+    reduction.synchronize()  # of what `no_sync` has held back
+    assert reduction.step == 2
+    with pytest.raises(dadplug.errors.NonFiniteError):  # at both
+        (model(rows(0, [rank])).square().mean() * (torch.inf if rank else 1.0)).backward()
+    model.zero_grad()
+    model(rows(1, [rank])).square().mean().backward()
+    assert reduction.step == 4
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+def test_other_values_of_synchronize_are_refused() -> None:
+    model = build()
+    refuses(
+        (
+            lambda: dadplug.GradientReduction(model, synchronize="step"),
+            r"unknown synchronize 'step'.*'call', 'backward'",
+        ),
+        (lambda: dadplug.DistributedDataParallel(model, synchronize="call"), "unknown option 'synchronize'"),
+    )
+    dadplug.GradientReduction(model).detach()  # nothing was changed

@@ -10,7 +10,6 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from comparison import off_by
 from torch import nn
 
 import dadplug
@@ -141,38 +140,26 @@ def messages_of(name):
         logger.removeHandler(handler)
 
 
-def same_data(seed):
-    with messages_of("step.model_sync.sameness") as messages:
-        reduction = dadplug.GradientReduction(network(), mode="dad")
-        train(reduction, torch.optim.SGD(reduction.model.parameters(), 0.1), 2, seed)
-        reduction.detach()
-    return messages
-
-
-def test_the_same_data_at_two_sites_is_warned_of(sites):
-    assert all("have the same first batch" in messages[0] for messages in sites(2).run(same_data, 7))
-    assert sites(2).run(same_data, None) == [[], []]
-
-
-def same_data_in_local_steps(seed, every):
+def same_data(seed, every):
+    """Train by a reduction, or by local steps; return what is told."""
     with messages_of("step.model_sync.sameness") as messages:
         model = network()
-        local = dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), every=every)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        way = dadplug.LocalSGD(model, optimizer, every=every) if every else dadplug.GradientReduction(model, mode="dad")
         for step in range(4):
             generator = torch.Generator().manual_seed(100 * step + (dist.get_rank() if seed is None else seed))
             model(torch.randn(4, 6, generator=generator)).square().mean().backward()
-            local.step()
-        local.finish()
-        local.detach()
+            (way.step if every else way.synchronize)()
+        way.detach()
     return messages
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_the_same_data_at_two_sites_of_local_steps_is_warned_of(sites, every):
-    for messages in sites(2).run(same_data_in_local_steps, 7, every):
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_the_same_data_at_two_sites_is_warned_of(sites, every):
+    for messages in sites(2).run(same_data, 7, every):
         assert len(messages) == 1
         assert "have the same first batch" in messages[0]
-    assert sites(2).run(same_data_in_local_steps, None, every) == [[], []]
+    assert sites(2).run(same_data, None, every) == [[], []]
 
 
 def another_version(make, name):
@@ -268,33 +255,6 @@ def test_gradients_clipped_too_early_are_warned_of(sites, mode):
         assert "was changed between backward() and synchronize(), as by clipping" in messages[0]
     assert sites(2).run(clipped, mode, False, False) == [[], []]
     assert sites(2).run(clipped, mode, False, True) == [[], []]
-
-
-def scaled_as_a_list(mode):
-    """Return the distance from the mean of the scaled gradients, by parameter; a plain model has the same rows."""
-    model, alone = (nn.Sequential(*network(), nn.LayerNorm(3)) for _ in range(2))
-    reduction = dadplug.GradientReduction(model, mode=mode, wire="fp32")
-    found = {}
-    for _ in range(3):
-        model.zero_grad()
-        alone.zero_grad()
-        batch = torch.randn(4, 6)
-        for each in (model, alone):
-            each(batch).square().mean().backward()
-            torch._foreach_mul_([parameter.grad for parameter in each.parameters()], 0.25)
-        reduction.synchronize()
-        for (name, parameter), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
-            mean = plain.grad.clone()
-            dist.all_reduce(mean)
-            found[name] = off_by(parameter.grad, mean / dist.get_world_size())
-    reduction.detach()
-    return found
-
-
-@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
-def test_gradients_changed_as_one_list_are_agreed_as_they_stand(sites, mode):
-    for found in sites(2).run(scaled_as_a_list, mode):
-        assert max(found.values()) < 1e-5, found
 
 
 def steps_of_its_own(further, line_search):

@@ -317,8 +317,6 @@ class Checkpointed(nn.Module):
         self.out = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
         x = self.first(x)
         for _ in range(2):
             x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
