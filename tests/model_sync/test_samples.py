@@ -259,41 +259,31 @@ def test_sites_count_equally_or_by_samples(name: str) -> None:
     assert_equal(found, in_one_process(kind, inputs, mean=False))
 
 
+def by_reduction(model: nn.Module, **options: Any) -> Callable[[], None]:
+    return dadplug.GradientReduction(model, mode="dad", **options).synchronize
+
+
+def by_local_steps(model: nn.Module, **options: Any) -> Callable[[], None]:
+    return dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), every=1, **options).step
+
+
+@pytest.mark.parametrize("way", [by_reduction, by_local_steps])
 @support.at_sites(2)
-def test_unequal_batches_are_warned_of_once() -> None:
+def test_unequal_batches_are_warned_of_once(way: Callable[..., Callable[[], None]]) -> None:
     for size, options, expected in [
         (2 + dist.get_rank(), {}, 1),
         (2, {}, 0),
         (2 + dist.get_rank(), {"weighting": "samples"}, 0),
     ]:
         model = plain()
-        reduction = dadplug.GradientReduction(model, mode="dad", **options)
+        agree = way(model, **options)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             for _ in range(3):
                 model(torch.ones(size, 6)).sum().backward()
-                reduction.synchronize()
+                agree()
         named = [each for each in found if "weighting='samples'" in str(each.message) and "2, 3" in str(each.message)]
         assert len(named) == expected
-
-
-@support.at_sites(2)
-def test_local_steps_warn_of_unequal_batches_once() -> None:
-    for size, weighting, expected in (
-        (2 + dist.get_rank(), "uniform", 1),
-        (2, "uniform", 0),
-        (2 + dist.get_rank(), "samples", 0),
-    ):
-        model = plain()
-        local = dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), every=1, weighting=weighting)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                model(torch.ones(size if dist.get_rank() else 2, 6)).sum().backward()
-                local.step()
-            local.finish()
-        assert len([each for each in found if "2, 3" in str(each.message)]) == expected
-        local.detach()
 
 
 # Passes that deliver no gradients

@@ -288,6 +288,11 @@ def multiply_in_hooks(model: nn.Module, step: int, site: int) -> None:
         each.remove()
 
 
+def multiply_as_one_list(model: nn.Module, step: int, site: int) -> None:
+    F.cross_entropy(model(batch(step, [site])[0]), batch(step, [site])[1]).backward()
+    torch._foreach_mul_([each.grad for each in model.parameters()], 0.25)
+
+
 def rewrite(write: Callable[[nn.Parameter, Tensor], object]) -> Callable[[nn.Module, int, int], None]:
     def change(model: nn.Module, step: int, site: int) -> None:
         F.cross_entropy(model(batch(step, [site])[0]), batch(step, [site])[1]).backward()
@@ -314,6 +319,7 @@ WRITTEN: dict[str, tuple[bool, Callable[[nn.Module, int, int], None]]] = {  # wh
     "by data": (True, rewrite(set_data)),
     "by DLPack": (True, rewrite(write_by_dlpack)),
     "in hooks": (True, multiply_in_hooks),
+    "as one list": (True, multiply_as_one_list),
     "without backward": (False, evolve),
     "zeros": (True, write_zeros_at_one_site),  # a site whose gradients are zero counts in the mean
 }
