@@ -1,5 +1,7 @@
 """Listeners of sites: one address each, no pickles, unauthorised connections refused at once."""
 
+from __future__ import annotations
+
 import os
 import socket
 import sys
@@ -13,7 +15,7 @@ import support
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, handshake, open_transport
+from dadplug.exchange import Traffic, handshake, open_transport, rendezvous
 from dadplug.exchange.status import Member, Silence, Status, StatusServer, ask, tell
 
 
@@ -193,3 +195,38 @@ def test_a_call_that_takes_too_long_or_whose_check_fails_is_abandoned(monkeypatc
     with pytest.raises(ConnectionError, match="it has ended"):
         handshake.within(60.0, never.wait, check)
     never.set()
+
+
+# The place of a process as SLURM announces it
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node[01-04,07],gpu3", "node01"),
+        ("a,b", "a"),
+        ("rack[2-3]-n[10,12]", "rack2-n10"),
+        ("gpu[9].example.org", "gpu9.example.org"),
+    ],
+)
+def test_the_first_node_of_a_step_of_slurm_hosts_the_rendezvous(nodes, first):
+    step = {"SLURM_JOB_ID": "99", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4"}
+    found = rendezvous.launch_environment(step | {"SLURM_STEP_NODELIST": nodes})
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("4", "5", first)
+    assert found["MASTER_PORT"] == "20696"
+    chosen = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "8998"}
+    assert rendezvous.launch_environment(step | chosen).items() >= chosen.items()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # a batch script without srun
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "8", "RANK": "1"},  # torchrun in a step
+        {},
+    ],
+)
+def test_only_a_step_of_several_tasks_has_its_sites_from_slurm(environment):
+    assert rendezvous.launch_environment(environment) == environment
