@@ -55,12 +55,11 @@ class Case:
         leave: step in which the process ends; -1 for never.
         how: "before" the forward pass, "sent" after backward, "header" before the end of the step's first round, "late"
             before that of its second round, "donates" when it is asked for its state, "sends" with a part of it on the
-            way, "stops" in the same place, where the process is stopped, "joins" when it has received one;
-            "restores" likewise, where it writes the file "restored", and goes on once there is one "goes on";
+            way, "stops" in the same place, where the process is stopped; "restores" when it has received one, where it
+            writes the file "restored", and goes on once there is one "goes on";
             "set-up" after it has connected, where it writes the file "restored", and goes on once there is one "goes
             on", or is killed where `leave` is 0;
-            "hesitates" when it is asked for its state: it does not end, but is held up for `HELD_UP` seconds; "raise"
-            for an error before the forward pass.
+            "hesitates" when it is asked for its state: it does not end, but is held up for `HELD_UP` seconds.
         idle: steps in which the site calls `idle`.
         aside: steps in which the compressor is put aside, so that an idle site sends nothing of its error memory.
         cold: steps before which the compressor is reset.
@@ -207,9 +206,7 @@ def last_step(case: Case, step: int) -> int:
     return int(agreed.read_text())
 
 
-def die(how: str) -> None:
-    if how == "raise":
-        raise RuntimeError("the data are lost")
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -230,7 +227,7 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
 
     def closing(rounds: ElasticRounds, admits: bool = False, idle: bool = False) -> None:
         if current() == case.leave and case.how == ("header" if admits else "late"):
-            die(case.how)
+            die()
         close_round(rounds, admits, idle)
 
     if case.how in ("header", "late"):
@@ -238,11 +235,9 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
     elif case.how == "hesitates":
         hesitate()
     elif case.how == "donates":
-        ElasticRounds._answer = lambda rounds: die(case.how)
+        ElasticRounds._answer = lambda rounds: die()
     elif case.how in ("sends", "stops"):
         RoundClient._send_state = partialmethod(send_half, how=case.how)
-    elif case.how == "joins":
-        ElasticRounds.take_part = lambda rounds: die(case.how)
     elif case.how == "restores":
         ElasticRounds.take_part = partialmethod(restore_slowly, Path(case.folder), ElasticRounds.take_part)
 
@@ -473,14 +468,14 @@ def connect(case: Case) -> None:
     if case.how == "set-up":
         wait_for_file(Path(case.folder))
         if not case.leave:
-            die(case.how)
+            die()
 
 
 def train(case: Case) -> None:
     connect(case)
     plan_by(case)
     model = make_model(case.exact)
-    if case.how in ("joins", "restores"):
+    if case.how == "restores":
         die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     ballast = {"ballast": Ballast(case.ballast)} if case.ballast else {}
@@ -501,8 +496,8 @@ def train(case: Case) -> None:
         while (step := reduction.step) < last_step(case, reduction.step):
             if step in case.cold:
                 reduction.load_state_dict(cold | {"step": step})
-            if step == case.leave and case.how in ("before", "raise"):
-                die(case.how)
+            if step == case.leave and case.how == "before":
+                die()
             optimizer.zero_grad()
             idle = step in case.idle or (case.catches_up and reduction.behind)
             if not idle:
@@ -511,7 +506,7 @@ def train(case: Case) -> None:
                 (loss * (case.loud if step >= LIE else 1.0)).backward()
             if step == case.leave and case.how == "sent":
                 time.sleep(0.2)
-                die(case.how)
+                die()
             if case.talks:  # ends a round in which payloads have been sent
                 assert reduction.gather_objects(rank)[rank] == rank
             kept = reduction.state_dict() if step in case.aside else {}

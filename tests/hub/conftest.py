@@ -16,3 +16,10 @@ def hub(tmp_path):
     """A running hub of the sites a and b."""
     with running_hub(tmp_path / "kits") as hub:
         yield hub
+
+
+@pytest.fixture
+def hub_of_three(tmp_path):
+    """A running hub of the sites a, b and c."""
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        yield hub

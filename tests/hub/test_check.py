@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import hub_kits
 import pytest
+import torch
 from frame_parts import Frame
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
 from support import free_port
@@ -154,14 +155,13 @@ def test_a_hub_with_ipv6_alone(tmp_path):
         assert sites[1].take(Kind.PAYLOAD).body == b"payload"
 
 
-def test_a_hub_without_descriptors(tmp_path, monkeypatch):
-    with running_hub(tmp_path / "kits") as hub:
-        monkeypatch.setattr(Acceptor, "_accept", lambda self, now, most: self._pause(True))
-        found = failure(tmp_path / "kits" / "a", timeout=0.5)
-        assert (found.item, "has not answered within 0.5 s" in found.text) == ("TLS", True)
-        assert "ulimit -n" in found.advice
-        monkeypatch.undo()
-        assert findings(hub.kits / "a")[-1].item == "rate"
+def test_a_hub_without_descriptors(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(Acceptor, "_accept", lambda self, now, most: self._pause(True))
+    found = failure(tmp_path / "kits" / "a", timeout=0.5)
+    assert (found.item, "has not answered within 0.5 s" in found.text) == ("TLS", True)
+    assert "ulimit -n" in found.advice
+    monkeypatch.undo()
+    assert findings(hub.kits / "a")[-1].item == "rate"
 
 
 def test_a_hub_that_only_pings(tmp_path, monkeypatch):
@@ -343,6 +343,7 @@ def test_a_revoked_kit(tmp_path):
         with pytest.raises(RefusedError, match="has been revoked") as caught:
             dadplug.connect(kit=kits / "a")
         assert len(traceback.format_exception(caught.value)) < 8  # no chain of causes
+        assert not torch.distributed.is_initialized()
         assert "new kit" in found.advice
         shutil.copy(kits / "authority" / "revoked.pem", kits / "a" / "revoked.pem")
         assert {each.item for each in findings(kits / "a") if each.state == "failed"} == {"revoked", "hub"}

@@ -164,31 +164,6 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
     same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="rankdad"))
 
 
-@pytest.mark.parametrize("mode", ["dad", "rankdad"])
-def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path, mode):
-    with Fleet(tmp_path, "abc", mode=mode, site_timeout=1.0, pause=0.03) as fleet:
-        fleet.start("abc")
-        fleet.await_step("a", 2)
-        fleet.freeze("b")
-        fleet.hub.await_line("b has left: silent for 1 s", ENDED)
-        fleet.await_more("a", 3)
-        fleet.thaw("b")
-        fleet.hub.await_line("b joins", ENDED)
-        lines, present = fleet.finish("abc")
-    assert [0, 2] in present.values()
-    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
-
-
-def test_the_reason_is_told_and_training_goes_on(tmp_path):
-    with Fleet(tmp_path, "ab", steps=12) as fleet:
-        fleet.start("a")
-        fleet.start("b", leave=3, how="raise")
-        assert "the data are lost" in fleet.end("b", 1)
-        fleet.end("a")
-        assert [line["present"] for line in fleet.lines("a").values()] == [[0, 1]] * 3 + [[0]] * 9
-        assert fleet.hub.await_line("b has left: RuntimeError: the data are lost", ENDED)
-
-
 def test_a_round_of_its_own_between_backward_and_the_end_of_the_step_takes_nothing_away(tmp_path):
     with Fleet(tmp_path, "ab", mode="dad", steps=10, talks=True) as fleet:
         fleet.start("a")
@@ -235,17 +210,6 @@ def test_another_site_gives_its_state_if_one_is_held_up(tmp_path):
         assert not any("a has left" in line for line in fleet.hub.log if "training is complete" not in line)
         for name in "bc":
             same_bits(fleet.lines("a"), fleet.lines(name))
-
-
-def test_a_site_that_is_lost_while_it_joins_holds_up_nobody(tmp_path):
-    with Fleet(tmp_path, "ab", pause=0.03) as fleet:
-        fleet.start("a")
-        for fields in ({"leave": LEAVES}, {"how": "joins"}):
-            fleet.start("b", **fields)
-            fleet.end("b", -9)
-        fleet.start("b")
-        fleet.await_more("b", 2, "a")
-        fleet.finish("ab", 5)
 
 
 def test_what_needs_all_sites_is_refused():

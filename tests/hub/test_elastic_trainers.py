@@ -14,7 +14,6 @@ from elastic_catalyst import BATCH, train_data, valid_data
 from elastic_catalyst import net as catalyst_net
 from elastic_data import batch_of, batches_of, net, scores, trained_in_one_process
 from fleet import ENDED, Fleet, MortalHub
-from running_hub import add_site
 
 from dadplug.errors import MismatchError
 
@@ -90,20 +89,6 @@ def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path):
     checkpoint = torch.load(tmp_path / "a" / "checkpoints" / "last.ckpt", weights_only=False)
     assert checkpoint["global_step"] == max(lines)
     assert all(state is not None for state in checkpoint["dadplug"])
-
-
-def test_a_site_that_is_new_in_the_roster_joins_in_the_run(tmp_path):
-    with sites_of(tmp_path, "ab", epochs=10000, pause=0.03, mode="rankdad") as fleet:
-        fleet.start("ab")
-        fleet.await_step("a", 3)
-        add_site(fleet.hub, "abc")
-        fleet.start("c")
-        fleet.await_more("c", MORE, "a")
-        fleet.stop()
-        fleet.end("abc")
-    agree(fleet, "abc")
-    lines = steps(fleet, "a")
-    assert [lines[1]["present"], lines[max(lines)]["present"]] == [[0, 1], [0, 1, 2]]
 
 
 def test_the_first_site_hands_its_duties_on_and_gets_them_back(tmp_path):

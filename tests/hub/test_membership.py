@@ -124,13 +124,6 @@ def test_the_time_begins_anew_where_too_few_sites_are_left():
     assert kinds(membership.tick(9.5), Start) == [Start(Position(LIFE, 0), (2,))]
 
 
-def test_training_starts_at_once_with_all_sites_or_no_time():
-    membership = starting(2, 60_000, count=3)
-    started = [kinds(membership.dial(slot, 0.0), Start) for slot in range(3)]
-    assert started == [[], [], [Start(Position(LIFE, 0))]]
-    assert kinds(starting(1, 0).dial(3, 0.0), Start) == [Start(Position(LIFE, 0), (0, 1, 2, 4))]
-
-
 def test_training_starts_once_all_sites_are_here():
     membership = hub(2, start=False)
     assert membership.dial(1, 0.0) == [Accept(1, None, False), Pause((0,), "waiting for a")]
@@ -154,14 +147,6 @@ def test_a_run_of_another_hub_goes_on_with_the_sites_that_hold_its_last_step():
 # Steps.
 
 
-def test_a_step_closes_once_all_have_ended_it():
-    membership = hub(3)
-    assert membership.end(2, 1, 0.0) == []
-    assert membership.end(0, 1, 0.0) == []
-    assert membership.end(1, 1, 0.0) == [Close(1, (0, 1, 2))]
-    assert membership.open_step == 2
-
-
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_an_end_of_a_wrong_step_drops_the_site(step):
     membership = hub(2)
@@ -171,51 +156,12 @@ def test_an_end_of_a_wrong_step_drops_the_site(step):
     ]
 
 
-def test_survivors_close_the_step_of_a_lost_site():
-    membership = hub(3)
-    ends(membership, 1, 0.0, 0, 1)
-    assert membership.close(2, "connection reset", 0.0) == [Drop(2, 1, "connection reset"), Close(1, (0, 1))]
-
-
-def test_a_lost_site_does_not_contribute_even_if_it_has_ended_the_step():
-    membership = hub(3)
-    membership.end(2, 1, 0.0)
-    membership.close(2, "gone", 0.0)
-    assert kinds(ends(membership, 1, 0.0, 0, 1), Close) == [Close(1, (0, 1))]
-
-
 # Returning and joining.
-
-
-def test_a_site_that_dials_in_takes_part_in_the_open_step_and_is_sent_a_state():
-    membership = hub(3, min_sites=1)
-    membership.close(2, "gone", 0.0)
-    close_steps(membership, 5)
-    membership.end(0, 6, 0.0)
-    joins = [Accept(2, Position(LIFE, 5), True), Join(2, 6), SendState(0, 2, 5, 1)]
-    assert membership.dial(2, 0.0) == joins
-    assert membership.phase(2) is Phase.JOINING
-    assert membership.end(1, 6, 0.0) == []  # the joiner is waited for
-    membership.joined(2, Position(LIFE, 5), 0.0)
-    assert membership.end(2, 6, 0.0) == [Close(6, (0, 1, 2))]
-
-
-def test_the_step_waits_for_a_joiner_to_have_its_state_and_to_end():
-    membership = joining()
-    assert ends(membership, 3, 0.0, 0, 1) == []
-    assert membership.joined(2, Position(LIFE, 2), 0.0) == []
-    assert membership.end(2, 3, 0.0) == [Close(3, (0, 1, 2))]
 
 
 def test_another_member_sends_the_state_if_its_sender_is_lost():
     membership = joining()
     assert kinds(membership.close(0, "gone", 0.0), SendState) == [SendState(1, 2, 2, 2)]
-
-
-def test_a_joiner_that_is_lost_holds_nobody_up():
-    membership = joining()
-    ends(membership, 3, 0.0, 0, 1)
-    assert kinds(membership.close(2, "gone", 0.0), Close) == [Close(3, (0, 1))]
 
 
 def test_if_all_holders_are_lost_the_joiners_wait_for_one():
@@ -235,34 +181,6 @@ def test_a_state_of_another_history_drops_the_joiner():
 # Too few sites.
 
 
-def test_below_min_sites_training_pauses_until_a_site_returns_into_the_open_step():
-    membership = hub(2, min_sites=2)
-    close_steps(membership, 3)
-    membership.end(0, 4, 0.0)
-    actions = membership.close(1, "gone", 0.0)
-    assert kinds(actions, Pause) == [Pause((1,), "2 sites are needed and 1 is connected: waiting for b")]
-    assert not kinds(actions, Close)
-    assert kinds(membership.dial(1, 1.0), Join, Resume) == [Join(1, 4), Resume(4)]
-    membership.joined(1, Position(LIFE, 3), 1.0)
-    assert kinds(membership.end(1, 4, 1.0), Close) == [Close(4, (0, 1))]
-
-
-def test_nobody_waits_once_the_last_site_has_left():
-    membership = hub(2, min_sites=1)
-    assert not kinds(membership.close(0, "", 0.0) + membership.close(1, "", 0.0), Pause)
-
-
-def test_a_pause_lasts_as_long_as_sites_are_missing():
-    membership = hub(3, min_sites=3)
-    membership.close(1, "gone", 0.0)
-    (pause,) = kinds(membership.close(2, "gone", 0.0), Pause)
-    assert pause.waiting_for == (1, 2)
-    actions = membership.dial(1, 0.0)
-    assert kinds(actions, Pause)[0].waiting_for == (2,)
-    assert not kinds(actions, Resume)
-    assert kinds(membership.dial(2, 0.0), Resume)
-
-
 def test_what_has_begun_is_ended_by_fewer_sites_than_are_needed_to_begin():
     membership = hub(2, min_sites=2)
     close_steps(membership, 1)
@@ -273,16 +191,6 @@ def test_what_has_begun_is_ended_by_fewer_sites_than_are_needed_to_begin():
     assert membership.round is RoundKind.FIRST
     membership.end(0, 3, 0.0)
     assert membership.open_step == 3
-
-
-def test_rules_can_be_replaced_by_those_that_fit():
-    membership = hub(2, min_sites=2)
-    close_steps(membership, 1)
-    membership.replace_rules(Rules(min_sites=1))
-    membership.end(0, 2, 0.0)
-    assert kinds(membership.close(1, "gone", 0.0), Close)
-    with pytest.raises(ValueError, match="min_sites=3, but the roster has 2 sites"):
-        membership.replace_rules(Rules(min_sites=3))
 
 
 def test_a_pause_says_that_a_site_receives_a_large_state():
@@ -351,21 +259,6 @@ def test_a_site_for_which_too_much_waits_is_waited_for():
     assert kinds(membership.end(2, 4, 7.0), Close) == [Close(4, (0, 1, 2))]
 
 
-def test_a_collective_does_not_wait_for_a_state_of_after_it():
-    membership = joining()
-    ends(membership, 3, 0.0, 0, 1)
-    membership.tick(1.0)
-    assert kinds(membership.close(0, "killed", 1.0), SendState) == [SendState(1, 2, 3, 2)]  # before it could answer
-    membership.round = RoundKind.COLLECTIVE
-    assert kinds(membership.end(1, 4, 1.0), Close) == [Close(4, (1,))]  # b answers in the next training step
-    assert kinds(membership.end(1, 5, 1.0), Close) == [Close(5, (1,))]
-    membership.round = RoundKind.COLLECTIVE
-    assert kinds(membership.end(1, 6, 1.0), Close) == []
-    assert membership.joined(2, Position(LIFE, 4), 2.0) == []
-    membership.end(2, 5, 2.0)
-    assert kinds(membership.end(2, 6, 2.0), Close) == [Close(6, (1, 2))]
-
-
 def test_a_site_cannot_hold_a_state_of_before_it_joined_or_of_a_later_step():
     for step in (1, 3):
         membership = joining()
@@ -399,13 +292,6 @@ def test_a_joiner_without_a_state_is_dropped_after_the_progress_timeout_of_its_s
     assert kinds(membership.tick(100.0), Drop) == [Drop(2, 3, "alive, but has not received its state for 60 s")]
 
 
-def test_wait_waits_for_a_late_member():
-    membership = hub(2, late="wait")
-    now = close_steps(membership, 10, seconds=1.0)
-    membership.end(0, 11, now)
-    assert passing(membership, now + 100.0) == []
-
-
 def late(**rules):
     """A hub that skips late members, after 10 steps of one second; a and b have ended step 11 at second 11."""
     membership = hub(3, late="skip", patience=3.0, **rules)
@@ -424,18 +310,6 @@ def test_skip_closes_the_step_without_a_late_member_which_stays():
     now = close_steps(membership, 1, now=14.0)
     assert membership.step == 12
     assert now == 14.0
-
-
-def test_skip_keeps_min_sites():
-    membership, _ = late(min_sites=3)
-    assert kinds(passing(membership, 40.0), Close, Skip) == []
-
-
-def test_skip_does_not_skip_before_the_median_is_known():
-    membership = hub(2, late="skip")
-    now = close_steps(membership, 4, seconds=1.0)
-    membership.end(0, 5, now)
-    assert kinds(passing(membership, now + 100.0), Skip) == []
 
 
 def test_without_patience_a_member_is_late_after_the_site_timeout():
@@ -463,17 +337,6 @@ def test_a_joiner_is_late_from_its_state_on():
     assert kinds(membership.tick(14.9), Skip) == [Skip(2, 12)]
 
 
-def test_a_site_that_has_missed_a_step_is_waited_for_once_it_gets_on():
-    membership, _ = late()
-    membership.tick(13.0)
-    assert kinds(ends(membership, 12, 14.0, 0, 1), Skip, Close) == [Skip(2, 12), Close(12, (0, 1))]  # at once
-    membership.end(2, 11, 14.5)
-    assert ends(membership, 13, 15.0, 0, 1) == []
-    membership.end(2, 12, 15.5)
-    assert membership.tick(16.9) == []
-    assert kinds(membership.end(2, 13, 16.9), Close) == [Close(13, (0, 1, 2))]
-
-
 def test_nobody_is_late_where_all_are():
     membership = hub(3, late="skip", patience=3.0)
     now = close_steps(membership, 10, seconds=1.0)
@@ -481,16 +344,6 @@ def test_nobody_is_late_where_all_are():
     assert membership.end(1, 11, now + 61.0) == []
     assert membership.tick(now + 61.9) == []
     assert kinds(membership.end(2, 11, now + 61.9), Close) == [Close(11, (0, 1, 2))]
-
-
-def test_a_collective_cannot_be_missed():
-    membership = hub(3, late="skip", progress_timeout=100.0)
-    now = close_steps(membership, 10, seconds=1.0)
-    for slot in (0, 1):
-        membership.round = RoundKind.COLLECTIVE
-        membership.end(slot, 11, now + 1.0)
-    assert kinds(passing(membership, now + 60.0), Skip, Close) == []
-    assert kinds(membership.end(2, 11, now + 60.0), Close) == [Close(11, (0, 1, 2))]
 
 
 @pytest.mark.parametrize("needed", [2, 3])
@@ -503,22 +356,6 @@ def test_a_further_round_can_be_missed_while_enough_sites_have_ended_it(needed):
     assert kinds(membership.tick(now + 2.9), Skip, Close) == []
     expected = [Skip(2, 11), Close(11, (0, 1))] if needed == 2 else []
     assert kinds(membership.tick(now + 3.1), Skip, Close) == expected
-
-
-def test_a_further_round_goes_on_without_a_site_that_has_missed_the_first_one():
-    membership, _ = late()
-    membership.tick(13.0)
-    for slot in (0, 1):
-        membership.round = RoundKind.FURTHER
-        actions = membership.end(slot, 12, 13.1)
-    assert kinds(actions, Skip, Close) == [Skip(2, 12), Close(12, (0, 1))]
-    for slot in (0, 1):
-        membership.round = RoundKind.COLLECTIVE
-        actions = membership.end(slot, 13, 13.2)
-    assert kinds(passing(membership, 60.0), Close) == []
-    for step in (11, 12, 13):
-        actions = membership.end(2, step, 60.0)
-    assert kinds(actions, Close) == [Close(13, (0, 1, 2))]
 
 
 def test_a_step_without_data_waits_for_the_late_site_that_has_some():

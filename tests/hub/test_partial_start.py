@@ -8,7 +8,7 @@ import pytest
 import support
 import torch
 from elastic_site import batch, make_model
-from fleet import ENDED, Fleet, MortalHub, idles, same_bits
+from fleet import ENDED, Fleet, MortalHub, idles, is_exact, same_bits
 from hub_sites import open_link
 from running_hub import TestSite, running_hub, until
 from torch import nn
@@ -139,17 +139,18 @@ def test_all_that_connects_refuses_a_start_without_a_kit(library):
         CONNECTING[library]()
 
 
-def test_sites_that_state_different_starts_are_named(tmp_path):
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        a = TestSite(hub.kit("a"), hub.address, start=StartTerms(2, 60_000))
-        for start, words in ((StartTerms(), "no start_sites"), (StartTerms(2, 1000), "start_sites=2, start_after=1")):
-            refused = TestSite(hub.kit("b"), hub.address, start=start).answer
-            text = f"b states {words}, and a start_sites=2, start_after=60: all sites need the same"
-            assert (refused.reason, refused.retry) == (text, False)
-        assert TestSite(hub.kit("c"), hub.address, start=StartTerms(4, 0)).answer.reason.endswith("has 3 sites")
-        a.leave()
-        b = TestSite(hub.kit("b"), hub.address, start=StartTerms(1, 0))
-        assert b.action(Start).absent == (0, 2)
+def test_sites_that_state_different_starts_are_named(hub_of_three):
+    a = TestSite(hub_of_three.kit("a"), hub_of_three.address, start=StartTerms(2, 60_000))
+    for start, words in ((StartTerms(), "no start_sites"), (StartTerms(2, 1000), "start_sites=2, start_after=1")):
+        refused = TestSite(hub_of_three.kit("b"), hub_of_three.address, start=start).answer
+        text = f"b states {words}, and a start_sites=2, start_after=60: all sites need the same"
+        assert (refused.reason, refused.retry) == (text, False)
+    assert TestSite(hub_of_three.kit("c"), hub_of_three.address, start=StartTerms(4, 0)).answer.reason.endswith(
+        "has 3 sites"
+    )
+    a.leave()
+    b = TestSite(hub_of_three.kit("b"), hub_of_three.address, start=StartTerms(1, 0))
+    assert b.action(Start).absent == (0, 2)
 
 
 def test_a_run_that_may_start_without_all_sites_needs_min_sites(tmp_path):
@@ -212,3 +213,105 @@ def test_a_hub_that_starts_without_more_sites_than_a_site_allows_is_refused(tmp_
             SiteError, match=r"starts training without site 1 \(b\), site 2 \(c\), and this site states"
         ):
             opening.result()
+
+
+# States that take long to arrive: the other sites go on training meanwhile, and the site that joins catches up
+
+BALLAST = 4 << 20  # bytes, which take about two seconds
+RATE = 20  # Mbit/s
+
+
+def slow(folder, sealed=False, **settings):
+    """Return three sites, the first two of which send at most `RATE`."""
+    hub = MortalHub(folder / "hub", "abc", sealed=sealed, rate=dict.fromkeys("ab", RATE))
+    return Fleet(folder, hub, ballast=BALLAST, pause=0.01, **settings)
+
+
+def lose_and_start(fleet):
+    """Let c leave, and start it anew once the others have gone on; return the donor of its state."""
+    fleet.start("ab")
+    fleet.start("c", leave=2)
+    fleet.end("c", -9)
+    fleet.await_step("a", 4)
+    fleet.start("c")
+    return fleet.hub.await_line("is asked for its state").split()[3]
+
+
+def caught_up(fleet, names="ab"):
+    """Let a fleet end with all sites; check that others have gone on while c got its state, and that all are equal."""
+    fleet.await_step("c", 3)
+    first = min(step for step in fleet.lines("c") if step > 2)
+    until(lambda: max(fleet.lines("c")) in fleet.lines(names[0]) and _takes_part(fleet, names[0], first), fleet.state)
+    _, present = fleet.finish(f"{names}c")
+    again = min(step for step in present if step > first and 2 in present[step])
+    assert again - first >= 10, (first, again)  # steps without c, whose frames it was sent
+    assert {*range(first, again)} <= fleet.lines("c").keys()
+    return present
+
+
+def _takes_part(fleet, name, first):
+    lines = fleet.lines(name)
+    return any(2 in line["present"] for step, line in lines.items() if step > first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sealed"),
+    [
+        ({"mode": "dsgd"}, False),
+        ({"mode": "rankdad", "late": "skip"}, True),
+        ({"mode": "rankdad", "exact": True, "merge": "owner"}, True),
+    ],
+    ids=["dsgd", "rankdad-skip", "owner"],
+)
+def test_others_train_on_while_a_state_is_on_its_way(tmp_path, settings, sealed):
+    with slow(tmp_path, sealed, **settings) as fleet:
+        lose_and_start(fleet)
+        present = caught_up(fleet)
+        assert any("c joins: training goes on without it from step" in line for line in fleet.hub.log)
+        assert not any("receives the state of the training" in line for line in fleet.hub.log)  # no pause
+    lines = fleet.lines("a")
+    if "exact" in settings:
+        is_exact(lines)
+    else:
+        same_bits(lines, idles(tmp_path / "idle", "abc", present, **{**settings, "late": "wait"}))
+
+
+def test_another_site_sends_its_state_if_one_is_lost_with_it_on_its_way(tmp_path):
+    with slow(tmp_path, mode="rankdad") as fleet:
+        donor = lose_and_start(fleet)
+        other = {"a": "b", "b": "a"}[donor]
+        fleet.await_more(other, 10)
+        fleet.processes[donor].kill()
+        fleet.end(donor, -9)
+        caught_up(fleet, other)
+        asked = [line for line in fleet.hub.log if "is asked for its state" in line]
+        assert len(asked) == 2
+        assert f" {other} is asked" in asked[1]
+
+
+def test_a_site_that_is_lost_with_its_state_on_its_way_holds_up_nobody(tmp_path):
+    with slow(tmp_path, sealed=True, mode="dsgd") as fleet:
+        lose_and_start(fleet)
+        fleet.await_more("a", 10)
+        fleet.processes["c"].kill()
+        fleet.end("c", -9)
+        fleet.await_step("a", max(fleet.lines("a")) + 20)
+        fleet.start("c")
+        caught_up(fleet)
+
+
+def test_a_restart_of_the_hub_with_a_state_on_its_way_begins_it_anew(tmp_path):
+    with slow(tmp_path, mode="dsgd") as fleet:
+        lose_and_start(fleet)
+        fleet.await_more("a", 10)
+        fleet.hub.restart()
+        caught_up(fleet)
+
+
+def test_a_collective_waits_for_a_site_that_catches_up(tmp_path):
+    with slow(tmp_path, mode="dsgd", meets=True) as fleet:
+        lose_and_start(fleet)
+        fleet.stop(60)  # a and b are there before c
+        fleet.end("abc")
+    _, present = fleet.equal("ac")
+    assert any(2 not in present[step] for step in present if step > 4)

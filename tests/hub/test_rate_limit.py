@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 from frame_parts import Reader
-from running_hub import TIMEOUT, TestSite, close_step, exchange, running_hub, together, until
+from running_hub import TIMEOUT, close_step, exchange, running_hub, together, until
 
 from dadplug.errors import RefusedError
 from dadplug.exchange import codec
@@ -16,7 +16,7 @@ from dadplug.hub.secure.secure_socket import TokenBucket, site_bucket
 from dadplug.hub.server import acceptor
 from dadplug.hub.site import connection as connections
 from dadplug.hub.site.link import HubLink
-from dadplug.hub.wire.messages import OLDEST_VERSION, VERSION, Head, Kind, Refuse, pack_refusal_before_9
+from dadplug.hub.wire.messages import OLDEST_VERSION, VERSION, Head, Kind, pack_refusal_before_9
 
 
 class Clock:
@@ -93,17 +93,6 @@ def test_a_site_sends_no_faster_than_its_policy_says(tmp_path, monkeypatch):
 
 
 # Versions of the protocol
-
-
-def test_a_site_of_a_later_version_is_told_to_upgrade_the_hub(hub):
-    site = TestSite(hub.kit("a"), hub.address, version=VERSION + 1)
-    assert isinstance(site.answer, Refuse)
-    assert (
-        f"speaks version {VERSION + 1} of the protocol, the hub serves versions {OLDEST_VERSION} to {VERSION}"
-        in site.answer.reason
-    )
-    assert "upgrade the hub (the hub goes first, then the sites)" in site.answer.reason
-    assert not site.answer.retry
 
 
 class RefuseBefore9(NamedTuple):
