@@ -26,6 +26,7 @@ from torch import nn
 import dadplug
 from dadplug.exchange.factor_buckets import FactorBucket
 from dadplug.exchange.owned_buckets import ContributionBucket
+from dadplug.hub.secure.epochs import LinkSealing
 from dadplug.hub.site import connection, inbox
 from dadplug.hub.site.donation import ANNOUNCED, PART_BYTES
 from dadplug.hub.site.elastic import ElasticRounds
@@ -59,7 +60,8 @@ class Case:
             writes the file "restored", and goes on once there is one "goes on";
             "set-up" after it has connected, where it writes the file "restored", and goes on once there is one "goes
             on", or is killed where `leave` is 0;
-            "hesitates" when it is asked for its state: it does not end, but is held up for `HELD_UP` seconds.
+            "hesitates" when it is asked for its state: it does not end, but is held up for `HELD_UP` seconds;
+            "welcomes late": it does not end, but is held up for a second when another one joins, which lacks its key.
         idle: steps in which the site calls `idle`.
         aside: steps in which the compressor is put aside, so that an idle site sends nothing of its error memory.
         cold: steps before which the compressor is reset.
@@ -240,6 +242,17 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
         RoundClient._send_state = partialmethod(send_half, how=case.how)
     elif case.how == "restores":
         ElasticRounds.take_part = partialmethod(restore_slowly, Path(case.folder), ElasticRounds.take_part)
+
+
+def welcome_late() -> None:
+    """Let a second pass before this site sends its key to one that joins."""
+    join = LinkSealing.join
+
+    def joined(sealing: LinkSealing, slot: int, step: int) -> Any:
+        time.sleep(1.0)
+        return join(sealing, slot, step)
+
+    LinkSealing.join = joined
 
 
 def wait_for_file(folder: Path) -> None:
@@ -464,6 +477,8 @@ def connect(case: Case) -> None:
     connection.HUB_TIMEOUT = case.gives_up
     if case.keeps:
         inbox.KeptFrames = partial(KeptFrames, case.keeps)
+    if case.how == "welcomes late":
+        welcome_late()
     dadplug.connect(kit=case.kit, timeout=200, **dict(zip(("start_sites", "start_after"), case.begins)))
     if case.how == "set-up":
         wait_for_file(Path(case.folder))

@@ -1,6 +1,7 @@
 """Sealed training with late sites, hubs that restart, local steps, checkpoints and donors that are lost."""
 
 import hashlib
+import time
 from pathlib import Path
 
 import elastic_local
@@ -48,6 +49,21 @@ def test_a_hub_is_killed_while_a_site_joins(tmp_path, count, sealed):
         fleet.lose("c", leave=3)
         assert hub.process.wait(ENDED) == -9, fleet.state()
         hub.start()
+        fleet.await_more("c", 3, "a")
+        lines, present = fleet.finish("abc", 30)
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad"))
+
+
+def test_a_hub_is_killed_while_a_site_has_a_state_and_lacks_a_key(tmp_path):
+    """The state from before does not count, and the next one arrives before all keys do."""
+    hub = MortalHub(tmp_path / "run", "abc", sealed=True)
+    with Fleet(tmp_path / "run", hub, mode="dad", site_timeout=5.0, pause=0.02) as fleet:
+        fleet.start("a")
+        fleet.start("b", how="welcomes late")
+        fleet.lose("c", leave=3)
+        hub.await_line("a is asked for its state, for c", ENDED)
+        time.sleep(0.5)
+        hub.restart()
         fleet.await_more("c", 3, "a")
         lines, present = fleet.finish("abc", 30)
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad"))

@@ -444,13 +444,16 @@ class RoundClient:
             done = self._receive_parts(request, memoryview(content), timeout)
             with self._link.lock:
                 self.states.awaits &= not done or self.states.own is not request  # another hub sends a newer one
-            if done and not self.states.awaits:
-                failure = "the keys of another site have not arrived: it is stopped or busy"
-                self._wait_until(lambda: self._link.sealing.complete, timeout, failure)
-                with self._link.lock:
-                    self._begin_after(step, digest)
-                    self._check_history()
-                return content
+            if not done or self.states.awaits:
+                continue
+            failure = "the keys of another site have not arrived: it is stopped or busy"
+            self._wait_until(lambda: self._link.sealing.complete or self.states.awaits, timeout, failure)
+            with self._link.lock:
+                if self.states.awaits:  # another hub has been dialled meanwhile, which does not know this state
+                    continue
+                self._begin_after(step, digest)
+                self._check_history()
+            return content
 
     def _begin_after(self, step: int, digest: bytes) -> None:
         """Go on after a closed step: this site has its state. To be called with the link's lock held."""
