@@ -98,6 +98,7 @@ class Case:
         rank: option of the reduction then; the default leaves nothing out.
         by_byte: seconds that a byte takes where the rank is chosen, and sites wait for them; 0 for no choice, since the
             measured time of a step may differ.
+        reviews: whether the rank is reviewed in every step.
         begins: `start_sites` and `start_after` of the connection; empty for all sites.
         shows: whether the lines have the parameters.
         reports: loss that the site reports at the end; None for no report.
@@ -147,6 +148,7 @@ class Case:
     exact: bool = False
     rank: int | str = 18
     by_byte: float = 0.0
+    reviews: bool = False
     begins: list[float] = field(default_factory=list)
     shows: bool = False
     reports: float | None = None
@@ -385,6 +387,8 @@ def plan_by(case: Case) -> None:
     review = choice.RankChoice.review
     if case.link:
         planner.measure_link = lambda rounds: LinkCosts(*case.link)
+    if case.reviews:
+        choice._FIRST, choice._EVERY = 0, 1
     if not case.by_byte:
         choice._WAIT = math.inf
         return

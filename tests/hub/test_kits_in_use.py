@@ -124,8 +124,10 @@ def test_a_revocation_is_applied_though_other_parts_of_the_kit_are_of_no_use(pro
         assert part in errors
 
 
-def test_a_site_that_is_added_in_the_middle_of_a_run_trains_in_it(project, tmp_path):
-    with Fleet(tmp_path, nullcontext(project), min_sites=1, pause=0.02, mode="rankdad") as fleet:
+@pytest.mark.parametrize("reviews", [False, True])
+def test_a_site_that_is_added_in_the_middle_of_a_run_trains_in_it(project, tmp_path, reviews):
+    """In its first step the others do not have room for it yet, also where they review the choice of the rank."""
+    with Fleet(tmp_path, nullcontext(project), min_sites=1, pause=0.02, mode="rankdad", reviews=reviews) as fleet:
         fleet.start("ab")
         fleet.await_step("a", 3)
         project.provision("a", "b", "c")

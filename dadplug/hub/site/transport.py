@@ -305,7 +305,7 @@ class HubTransport(CollectiveTransport, Streams):
             exchange = first.exchange | SECOND_ROUND
         elif once:
             # Those of other sizes have other numbers: sites that make different calls must not take one for the other.
-            size = 0 if dtype == torch.uint8 else sum(sizes)  # those of objects may differ where sites come and go
+            size = 0 if dtype == torch.uint8 else max(sizes)  # those of objects may differ where sites come and go
             layout = (7 * size + dtype.itemsize) % _LAYOUTS
             exchange = self.rounds.next_collective() + layout * _SINGLE
         else:

@@ -196,7 +196,7 @@ VERSION = 11
 OLDEST_VERSION = 11
 """Oldest version of sites that this hub serves. Since 9 control messages are MessagePack; since 10 a payload may be for
 one site alone; since 11 a state travels in parts, while training goes on without the site that it is for."""
-SITES_VERSION = 10
+SITES_VERSION = 11
 """Version of what sites exchange with one another.
 
 It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of

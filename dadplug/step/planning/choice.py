@@ -187,6 +187,7 @@ class RankChoice:
         sent = self._transport.traffic.bytes_sent
         given = float(self.given)
         own = [statistics.median(seconds), statistics.median(waits), sent, given, len(self._times), self._present]
+        own.append(self._transport.world_size)  # a site that has just joined may know more sites than the others
         reports = []
         for rank, report in self._gather([*own, *self._last]).items():
             most = math.inf if report[3] else self._options.largest_rank
@@ -201,7 +202,7 @@ class RankChoice:
     def _conclude(self, reports: Sequence[Sequence[float]]) -> None:
         """Choose by the reports of the sites that are present, in the order of ranks."""
         self._is_given = any(report[3] for report in reports)
-        rank, self._last = max(int(report[5]) for report in reports), _Last(*reports[0][6:])
+        rank, self._last = max(int(report[5]) for report in reports), _Last(*reports[0][7:])
         if self._is_given:
             if self._method.largest_rank < self._options.largest_rank:  # owners have room for what a program sets
                 self._next = self._options.largest_rank
@@ -212,7 +213,8 @@ class RankChoice:
             last, first = self._last, bool(self._last.begins)
             if first or _moved((last.step, last.wait), (step, wait)) or self._is_faster():
                 self._last = self._last._replace(step=step, wait=wait, begins=0.0)
-                self._choose(step, wait, max(report[2] for report in reports), first)
+                sites = max(2, int(min(report[6] for report in reports)))
+                self._choose(step, wait, max(report[2] for report in reports), first, sites)
 
     @property
     def _present(self) -> int:
@@ -226,17 +228,17 @@ class RankChoice:
             return False
         return self._last.by_byte > _FASTER * self._measure(_PROBE[0], rounds=1)
 
-    def _choose(self, step: float, wait: float, nbytes: float, first: bool) -> None:
+    def _choose(self, step: float, wait: float, nbytes: float, first: bool, sites: int) -> None:
         present, largest = self._present, self._options.largest_rank
         rate, rank = self._choice.rate, present
         if present < largest or wait > _WAIT * step:
-            nbytes /= self._transport.world_size - 1
+            nbytes /= sites - 1
             by_byte = self._measure(int(min(max(nbytes / 4, _PROBE[0]), _PROBE[1])))
             self._last = self._last._replace(by_byte=by_byte)
-            rate = 8 * (self._transport.world_size - 1) / by_byte
+            rate = 8 * (sites - 1) / by_byte
             own = self._bytes(present)
             # The sum of several sites has more directions than the gradient of one.
-            ranks = _RANKS[1:] if self._transport.world_size > 2 else _RANKS
+            ranks = _RANKS[1:] if sites > 2 else _RANKS
             times = {rank: by_byte * (self._bytes(rank) - own) for rank in {*ranks, largest, present}}
             rank = best_rank(present, step, wait, times)
         self._choice = replace(self._choice, rank=rank, rate=rate, seconds=step, waiting=wait / step)
