@@ -285,7 +285,7 @@ def test_no_times_of_the_first_site_end_the_others(monkeypatch: pytest.MonkeyPat
         chosen, sites = choice_of(4)
         chosen._choice = replace(chosen._choice, rank=4)
         chosen._times.extend([(STEP, STEP / 2)] * choice._WINDOW)
-        sites.gather_present = lambda own, lie=lie: {0: (*own[:6], *lie[:4], np.float64(lie[4])), 1: own}
+        sites.gather_present = lambda own, lie=lie: {0: (*own[:6], lie[0], *lie[:4], np.float64(lie[4])), 1: own}
         chosen._compare()
         str(chosen.choice)
     assert {type(each) for each in chosen.state_dict()["times"]} == {float}  # which checkpoints can hold
