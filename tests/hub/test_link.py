@@ -131,6 +131,14 @@ def test_sites_that_make_different_calls_are_told_both(tmp_path, calls):
         together(call)
 
 
+def test_a_broadcast_is_not_taken_for_a_part_of_a_sum(tmp_path):
+    with links(tmp_path) as opened:
+        a, b = transports(opened, timeout=0.5)
+        a.broadcast(torch.zeros(3))
+        with pytest.raises((MismatchError, SiteError)):
+            b.all_reduce(torch.ones(3)).wait()
+
+
 def test_payloads_of_different_sizes_end_the_link(tmp_path):
     with links(tmp_path) as opened:
         a, b = transports(opened)

@@ -305,7 +305,9 @@ class HubTransport(CollectiveTransport, Streams):
             exchange = first.exchange | SECOND_ROUND
         elif once:
             # Those of other sizes have other numbers: sites that make different calls must not take one for the other.
-            size = 0 if dtype == torch.uint8 else max(sizes)  # those of objects may differ where sites come and go
+            size = 0  # those of objects may differ where sites come and go
+            if dtype != torch.uint8:  # not of the number of sites, which one that joins may know before the others
+                size = max(sizes) + 2 * min(sizes)
             layout = (7 * size + dtype.itemsize) % _LAYOUTS
             exchange = self.rounds.next_collective() + layout * _SINGLE
         else:
