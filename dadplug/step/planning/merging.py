@@ -212,12 +212,10 @@ class Merging:
         if self.link is None or sites == 2:
             return {}
         whole = assign_owners(layers, sites, divide=False)
-        best: Owners = {}
-        least = predict_seconds(layers, whole, sites, self.link, wire.itemsize)[0] + _MARGIN
-        for tried in (whole, owners, relay(whole))[: 2 + apart]:
-            seconds = predict_seconds(layers, tried, sites, self.link, wire.itemsize)[1]
-            best, least = (tried, seconds) if seconds < least else (best, least)
-        return best
+        ways = [whole, owners, relay(whole)] if apart else [whole, owners]
+        predicted = [predict_seconds(layers, tried, sites, self.link, wire.itemsize) for tried in ways]
+        to_all, seconds = predicted[0][0], [to_owner for _, to_owner in predicted]
+        return {} if to_all + _MARGIN <= min(seconds) else ways[seconds.index(min(seconds))]
 
     def busiest_share(self, units: Sequence[Unit]) -> float:
         """Return the numbers on the link of the busiest site in a step, as a share of those where all sites merge."""
