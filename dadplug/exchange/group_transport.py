@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -28,6 +29,8 @@ from .wire import lasting
 _FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
 MAX_TAGS = 2**30  # tags have 32 bits, and are reused
+WARM_UP = (1 << 15, 1 << 19)  # bytes to all sites, this one included, on new connections
+_WARM_UP_SECONDS = 0.25  # of the first, after which a second would take too long
 _FIRST = itemgetter(0)
 
 Work = dist.Work | Message
@@ -119,6 +122,24 @@ class GroupTransport(Transport):
             sockets = connect_sockets(self.rank, self.timeout, self.gather_objects, near)
         if sockets is not None:
             self._sockets = PeerSockets(sockets, self.timeout, in_order=self.nodes is None)
+            with self.traffic.apart():
+                self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Send two messages to all other sites; the second, larger one only if the first has not taken long.
+
+        Congestion control that paces, such as bbr, otherwise sends the small messages of steps at the low rate that it
+        assumes for a new connection, since they never show it a higher one.
+        """
+        size = self.world_size
+        for nbytes in WARM_UP:
+            messages = [torch.zeros(nbytes // size, dtype=torch.uint8) for _ in range(2 * size)]
+            begin = time.perf_counter()
+            exchange = PairwiseExchange(self, messages[:size], messages[size:])
+            exchange.launch()
+            exchange.wait()
+            if max(self.gather_objects(time.perf_counter() - begin, float, "time")) > _WARM_UP_SECONDS:
+                break
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange that is launched, the same at all sites."""
