@@ -89,6 +89,8 @@ def test_a_slow_link_gets_fewer_components_and_a_fast_one_all_again() -> None:
     assert reduction.max_rank == reduction.choice.rank == 8
     train(reduction, 2, 1e-9)
     assert 0.7 * before < reduction.traffic.bytes_sent <= before
+    train(reduction, 14, 1e-9)
+    assert reduction.choice.rate is None  # no site waits long: the rate of an earlier choice is not shown
     assert reduction.first_difference() is None
     assert str(reduction.choice) in str(reduction.plan)
     reduction.detach()

@@ -230,7 +230,7 @@ class RankChoice:
 
     def _choose(self, step: float, wait: float, nbytes: float, first: bool, sites: int) -> None:
         present, largest = self._present, self._options.largest_rank
-        rate, rank = self._choice.rate, present
+        rate, rank = None, present  # a rate measured at an earlier choice may no longer be that of the link
         if present < largest or wait > _WAIT * step:
             nbytes /= sites - 1
             by_byte = self._measure(int(min(max(nbytes / 4, _PROBE[0]), _PROBE[1])))
