@@ -23,6 +23,11 @@ from ..errors import DamagedError, escaped
 from ..support.registry import Registry
 from .restrictions import OBJECTS, declared
 
+SITES_VERSION = 12
+"""Version of what sites exchange with one another.
+
+It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of
+releases with one version train together, and others do not."""
 _HEAD = b"dadplug1"
 _DEPTH = 64  # levels of containers in containers
 _NUMBER_BYTES = 1024  # of a whole number; Python does not print larger ones

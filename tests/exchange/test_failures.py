@@ -153,14 +153,21 @@ try:
     dadplug.GradientReduction(nn.Linear(6, 4), mode="dad" if rank else "dsgd")
 except dadplug.MismatchError as error:
     print(error)
+from dadplug.step.model_sync import sameness
+sameness.SITES_VERSION = 7 + rank  # as another release has it
+try:
+    dadplug.GradientReduction(nn.Linear(6, 4))
+except dadplug.MismatchError as error:
+    print(error)
 """
     for each in support.run_programs(support.site_scripts(code, tmp_path)):
-        shape, name, mode = each.output.splitlines()
+        shape, name, mode, release = each.output.splitlines()
         assert "tensor weight is float32[4, 6], trained at site 0" in shape
         assert "and float32[5, 6], trained at site 1" in shape
         assert "tensor weight is float32[4, 6], trained at site 0" in name
         assert "and absent at site 1" in name
         assert "option mode is 'dsgd' at site 0" in mode
+        assert "version of dadplug's messages is 7 at site 0" in release
 
 
 @pytest.mark.parametrize(

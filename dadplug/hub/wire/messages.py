@@ -49,6 +49,7 @@ from torch import Tensor
 
 from ...errors import FrameError
 from ...exchange import codec
+from ...exchange.codec import SITES_VERSION
 from ...exchange.rounds import Contribution, Outsized, Requirements, Spent
 from ...support.logs import span
 from ...support.refusals import refuse
@@ -196,11 +197,6 @@ VERSION = 11
 OLDEST_VERSION = 11
 """Oldest version of sites that this hub serves. Since 9 control messages are MessagePack; since 10 a payload may be for
 one site alone; since 11 a state travels in parts, while training goes on without the site that it is for."""
-SITES_VERSION = 11
-"""Version of what sites exchange with one another.
-
-It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of
-releases with one version train together, and others do not."""
 # What the codec encoded in earlier versions: the beginning of control messages, and of the fields of `Refuse`.
 _BEFORE_9, _REFUSE_BEFORE_9 = b"dadplug1", b"R\x1a\0\0\0\0\0\0\0dadplug.hub.actions.Refuse"
 

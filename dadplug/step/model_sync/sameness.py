@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...errors import MismatchError, escaped
 from ...exchange import Transport
+from ...exchange.codec import SITES_VERSION
 from ...exchange.fields import checked
 from ...exchange.restrictions import STATES, declared
 from ...hooks import CallOverride, eager
@@ -161,8 +162,9 @@ def write(tensor: Tensor, values: Tensor) -> None:
 
 
 def describe(model: nn.Module, settings: dict[str, Any]) -> dict[str, str]:
-    """Return what has to be the same at all sites: settings, and types and shapes of the model's tensors."""
-    own = {f"option {name}": repr(value) for name, value in settings.items()}
+    """Return what has to be the same at all sites: messages, settings, and types and shapes of the model's tensors."""
+    own = {"version of dadplug's messages": str(SITES_VERSION)}
+    own |= {f"option {name}": repr(value) for name, value in settings.items()}
     for name, tensor in _tensors(model).items():
         trained = ", trained" if tensor.requires_grad else ""
         own[f"tensor {name}"] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{trained}"
