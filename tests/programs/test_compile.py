@@ -48,4 +48,6 @@ def test_a_compiled_model_is_reduced_exactly(order: str, mode: str) -> None:
     assert reduction.first_difference() is None
     assert reduction.step == 3
     assert order in ("first", "inside") or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert not any("Tensor.item" in reason for reason in breaks), breaks  # a warning that points to this library
     reduction.detach()

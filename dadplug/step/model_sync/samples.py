@@ -240,6 +240,7 @@ class SampleCounter:
             self._running.clear()
             self.current = 0
 
+    @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Record that an outermost forward pass begins."""
         self.forwards += 1
@@ -287,6 +288,7 @@ class SampleCounter:
             )
             self._pass.doubt = self._pass.doubt or which
 
+    @eager
     def _leave(self, outputs: Any, inputs: Any) -> None:
         """Record that an outermost forward pass has ended; it counts once backward has run through its outputs."""
         if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
