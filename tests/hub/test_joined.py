@@ -29,6 +29,7 @@ from dadplug.hub.wire.messages import (
     Accept,
     Close,
     Drop,
+    Head,
     Hello,
     Join,
     Joined,
@@ -615,6 +616,28 @@ def relay_of(*names: str, release: str = "1.0") -> Relay:
 
 def dials(relay: Relay, name: str, instance: int, now: float, release: str = "1.0") -> tuple[Session, Welcome]:
     return relay.greet(name, Hello(VERSION, instance, FRESH, "training", release=release), 0, now)
+
+
+@pytest.mark.parametrize("withholds", [True, False])
+def test_a_donor_that_withholds_its_state_is_replaced_though_its_receiver_takes_other_frames(withholds):
+    relay = relay_of("a", "b", "c")
+    membership, joiner = relay.run.membership, relay.sessions["training", 2]
+    membership.replace_rules(Rules(1, site_timeout=4.0))
+    membership.close(2, "killed", 0.0)
+    relay._act(membership.dial(2, 0.0), 0.0)
+    for tenth in range(40):
+        for slot in (0, 1):
+            relay.sessions["training", slot].heard = tenth / 10
+            if tenth in (0, 20, 25):
+                membership.end(slot, membership.open_step, tenth / 10)
+        if not withholds:
+            joiner.take_state(0, Head(Kind.STATE, 2, tag=1), memoryview(b"part"))
+        joiner.send(Head(Kind.PAYLOAD, 0).pack())
+        while joiner.queue.take() is not None:
+            pass
+        joiner.queue.acknowledge(joiner.queue.count)
+        relay.tick(tenth / 10)
+    assert joiner.requests == ({1, 2} if withholds else {1})
 
 
 def test_it_waits_until_the_first_one_is_silent_for_long_enough():

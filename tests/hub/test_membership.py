@@ -383,6 +383,15 @@ def test_a_donor_that_is_held_up_is_replaced_by_a_site_that_can_answer():
     assert kinds(passing(membership, 60.0), SendState) == []
 
 
+def test_no_other_donor_is_asked_while_a_site_loads_its_state():
+    membership = joining(site_timeout=8.0, progress_timeout=100.0)
+    ends(membership, 3, 0.0, 0, 1)
+    membership.receive(2, 3.0, complete=True)
+    assert kinds(passing(membership, 60.0), SendState) == []
+    assert kinds(membership.close(0, "killed", 60.0), SendState) == [SendState(1, 2, 3, 2)]
+    assert kinds(membership.tick(65.0), SendState) == []  # no other member is there
+
+
 def test_a_site_that_is_behind_gives_no_state():
     membership, _ = late()
     membership.tick(13.0)

@@ -24,7 +24,7 @@ have been connected for a time; the others join as those that return.
 so far, and all later ones. A member sends it its state as of the beginning of a training step, while it ends the first
 round of this step; if the member goes meanwhile, another one is asked. A member that has ended the open step can answer
 at once: one such is asked if nothing arrives from the first one for half of `site_timeout`, and the next one after
-twice that time.
+twice that time. None is asked once the site reports that it has all of a state, which it may take long to load.
 
 The others wait `SHORT_STATE` seconds for the state. If it takes longer, training steps close without the site. Once it
 has the state, it ends the steps that have been closed since, one after the other, from the frames that it was sent. The
@@ -104,6 +104,7 @@ class Site:
         patience: seconds without a part of the state after which another donor is asked.
         donations: number of states that it has been asked for.
         answered: whether the donor has ended the first round of a training step since it was asked, with its state.
+        loads: whether it has all of the state, so that no other donor is asked.
         until: the closed step from which on others wait for it although it has not caught up; 0 where they wait anyway.
         held: whether others wait for its state, since too many bytes wait for it.
     """
@@ -117,7 +118,7 @@ class Site:
         self.donor: int | None = None
         self.asked = self.patience = 0.0
         self.donations = self.until = 0
-        self.answered = self.held = False
+        self.answered = self.loads = self.held = False
 
 
 _MOST_REQUESTS = 0xFFFF  # with a number of their own; the tag of a frame has 16 bits
@@ -252,10 +253,12 @@ class Membership:
         """Record that frames of a step or a state have arrived from a site, or for it."""
         self._sites[slot].progressed = now
 
-    def receive(self, slot: int, now: float) -> None:
-        """Record that a site has acknowledged frames; one that joins gets on by that."""
-        if self._sites[slot].phase is Phase.JOINING:
+    def receive(self, slot: int, now: float, complete: bool = False) -> None:
+        """Record that a site that joins has acknowledged frames among which its state is, or that it has all of it."""
+        site = self._sites[slot]
+        if site.phase is Phase.JOINING:
             self.get_on(slot, now)
+            site.loads |= complete
 
     def end(self, slot: int, step: int, now: float, idle: bool = False) -> list[Action]:
         """Take a site's END of a step.
@@ -398,15 +401,15 @@ class Membership:
         """Ask one of some members for its state for a joiner."""
         joiner = self._sites[slot]
         joiner.donor = min(members, key=lambda member: self._sites[member].donations)
-        joiner.asked, joiner.answered = now, False
+        joiner.asked, joiner.answered, joiner.loads = now, False, False
         self._sites[joiner.donor].donations += 1
         self._requests = self._requests % _MOST_REQUESTS + 1
         self._actions.append(SendState(joiner.donor, slot, self.step, self._requests))
 
     def _replace_donor(self, slot: int, now: float) -> None:
-        """Ask another member for its state for a joiner if nothing has arrived from its donor for too long."""
+        """Ask another member for its state for a joiner that lacks some, of which nothing has arrived for too long."""
         joiner = self._sites[slot]
-        if joiner.donor is None or now < max(joiner.asked, joiner.progressed) + joiner.patience:
+        if joiner.donor is None or joiner.loads or now < max(joiner.asked, joiner.progressed) + joiner.patience:
             return
         step = self.step if joiner.answered else self.open_step
         able = [each for each in self._ended(step) if each != joiner.donor]

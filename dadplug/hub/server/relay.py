@@ -319,9 +319,9 @@ class Relay:
 
     def _tick_session(self, session: Session, now: float, dials: bool) -> None:
         if session.queue.acknowledged != session.reached:
-            session.reached = session.queue.acknowledged
-            if session.channel == "training" and not session.waits:
+            if session.channel == "training" and not session.waits and session.reached < session.state_end:
                 self.run.membership.receive(session.slot, now)
+            session.reached = session.queue.acknowledged
         if self.outage.since is not None or now < session.excused:
             session.tick(now)
             return
@@ -563,6 +563,8 @@ class Relay:
                 self._exclude(session, message, now)
             case Receiving() if trains:
                 session.receiving = message
+                if message.received == message.nbytes and not session.waits:
+                    self.run.membership.receive(session.slot, now, complete=True)
             case Arrived() if trains and not session.waits:
                 self._pass_arrived(session, message)
             case Joined() if trains and not session.waits:

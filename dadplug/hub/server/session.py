@@ -76,6 +76,7 @@ class Session(NumberedStream):
         parts: frames of states that it was sent, and has not reported yet.
         receiving: its last report on the state that it receives; None without one.
         reached: number of frames that it had acknowledged at the last tick.
+        state_end: number of frames up to the last part of a state that it was sent.
         recovers: whether it took part in a run when it connected.
         serial: serial number of its certificate.
         release: version of dadplug at the site, see `dadplug.hub.wire.messages.own_release`.
@@ -112,7 +113,7 @@ class Session(NumberedStream):
         self.requests: set[int] = set()
         self.parts = 0
         self.receiving: Receiving | None = None
-        self.reached = 0
+        self.reached = self.state_end = 0
         self.recovers = hello.channel == "training" and hello.position.life > 0
         self.sites, self.start = hello.sites, hello.start
         self.expires: datetime | None = None
@@ -215,6 +216,7 @@ class Session(NumberedStream):
             return False
         self.parts += 1
         self.send(b"".join((head._replace(slot=donor).pack(), body)))
+        self.state_end = self.queue.count
         return True
 
     def report_part(self) -> None:

@@ -446,6 +446,7 @@ class RoundClient:
                 self.states.awaits &= not done or self.states.own is not request  # another hub sends a newer one
             if not done or self.states.awaits:
                 continue
+            self._link.post_control(Receiving(nbytes, nbytes, 0))
             failure = "the keys of another site have not arrived: it is stopped or busy"
             self._wait_until(lambda: self._link.sealing.complete or self.states.awaits, timeout, failure)
             with self._link.lock:

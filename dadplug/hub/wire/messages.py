@@ -585,7 +585,7 @@ class Arrived(Message, frozen=True):
 
 
 class Receiving(Message, frozen=True):
-    """Report of a joiner on the state that it receives, for the status.
+    """Report of a joiner on the state that it receives, for the status; once it is complete, no other donor is asked.
 
     Attributes:
         received: bytes that have arrived.

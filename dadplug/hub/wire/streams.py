@@ -126,6 +126,11 @@ class SendQueue:
         self._kept: deque[PackedFrame] = deque()
         self._sent = 0  # of the kept ones
 
+    @property
+    def count(self) -> int:
+        """Number of frames since the beginning."""
+        return self.acknowledged + len(self._kept)
+
     def append(self, frame: PackedFrame) -> None:
         """Append a frame, head and body."""
         self._kept.append(frame)
