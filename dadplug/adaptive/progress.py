@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import escaped
 from ..exchange import DEFAULT_TIMEOUT, Traffic, Transport, open_transport
 from ..exchange.codec import register
 from ..exchange.factory import sites_may_leave
+from ..exchange.fields import invalid
 from ..exchange.restrictions import OBJECTS, declared
 from ..step.model_sync.replicated_model import Stateful
 
@@ -56,6 +59,9 @@ class Pass:
         self.pending = pending
 
 
+Summand = float | complex | np.number | Tensor | np.ndarray
+
+
 @register
 @dataclass
 class SiteProgress:
@@ -66,7 +72,7 @@ class SiteProgress:
         used: as in `Pass`.
     """
 
-    updates: dict[str, dict[Any, Any]]
+    updates: dict[str, dict[Any, Summand]]
     used: dict[str, list[int]]
 
 
@@ -414,6 +420,7 @@ class Accumulator(MutableMapping[Any, Any]):
         Changes within the block, such as ``stats.clear()``, must be the same on all sites.
 
         Raises:
+            MismatchError: on all sites, if a value of one is no number, tensor or array, or of another shape.
             SiteError: if a site is gone or does not answer.
             TypeError: on all sites, if a value at one cannot be sent.
 
@@ -446,7 +453,7 @@ class Accumulator(MutableMapping[Any, Any]):
             return copy.deepcopy(known[number])
         repeatable = current.begun and current.open_pass is None
         with declared(OBJECTS):
-            every = current.transport.gather_objects(self._updates, dict, "list of sums")
+            every = current.transport.gather_objects(self._updates, dict[Any, Summand], "list of sums")
         self.include(every)
         if repeatable:
             self._history[scope].append(copy.deepcopy(self._results))
@@ -538,10 +545,16 @@ class Accumulator(MutableMapping[Any, Any]):
 
     def include(self, every: list[dict[Any, Any]]) -> None:
         """Add what all sites have added, this one's updates among them, to the sums; tensors are moved to the CPU."""
-        for updates in every:
+        results = dict(self._results)
+        for rank, updates in enumerate(every):
             for key, value in updates.items():
                 value = value.cpu() if isinstance(value, Tensor) else value
-                self._results[key] = self._results[key] + value if key in self._results else value
+                try:
+                    results[key] = _add_up(results[key], value) if key in results else value
+                except (TypeError, ValueError, RuntimeError) as error:
+                    sites = self._progress.transport.sites
+                    raise invalid("list of sums", sites[rank], f"{escaped(f'{key!r:.40}')}: {error}") from None
+        self._results.update(results)  # in place, within a `synchronized` block, too
         self._updates.clear()
 
     def forget_epoch(self) -> None:
@@ -579,6 +592,14 @@ class UnsynchronizedSum:
 
     def __bool__(self) -> bool:
         raise RuntimeError(f"the value of {self.key!r} can be read within `with stats.synchronized():` only")
+
+
+def _add_up(total: Any, value: Any) -> Any:
+    """Add a site's value to a sum, which takes no more memory than the larger of both."""
+    shapes = np.shape(total), np.shape(value)
+    if np.broadcast_shapes(*shapes) not in shapes:
+        raise ValueError(f"shapes {shapes[0]} and {shapes[1]} differ")
+    return total + value
 
 
 def _plain(value: Any) -> Any:

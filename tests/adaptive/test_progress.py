@@ -1,5 +1,7 @@
 """Restarts in one process: a program that is interrupted anywhere ends as one that never was; accumulators."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,10 @@ from torch.utils.data import ChainDataset, DataLoader, TensorDataset
 
 import dadplug
 from dadplug.adaptive import reset_progress
+from dadplug.adaptive.progress import ProgramProgress
+from dadplug.errors import MismatchError
+from dadplug.exchange.fields import checked
+from dadplug.exchange.rounds import Rounds
 
 
 class Crash(Exception):
@@ -450,6 +456,28 @@ def adds(site_sums):
     except TypeError as error:
         refused = "cannot be" in str(error)
     return first, second, refused
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["text", True, [1], 1 << 70, torch.ones(3), torch.ones(2, 1), np.array(["x"])],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_value_that_is_no_summand_names_its_site(monkeypatch, bad):
+    reset_progress()
+    stats = dadplug.Accumulator(values=torch.zeros(2))
+    sent = [{"values": torch.ones(2)}, {"values": bad}]
+    transport = SimpleNamespace(
+        sites=["site 0 (a)", "site 1 (b)"],
+        gather_objects=lambda own, kind, what: [*checked(dict(enumerate(sent)), kind, what, transport).values()],
+        rounds=Rounds(2),
+    )
+    monkeypatch.setattr(ProgramProgress, "transport", transport)
+    with pytest.raises(MismatchError, match=r"^site 1 \(b\) has sent an invalid list of sums"), stats.synchronized():
+        pass
+    sent[1] = {"values": 1.0}
+    with stats.synchronized():
+        assert stats["values"].tolist() == [2.0, 2.0]
 
 
 def test_sums_over_three_sites_are_the_same_at_each(sites):
