@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.factor_buckets import finite
+from ..exchange.restrictions import check_declared
 from ..exchange.rounds import Rounds
 from ..exchange.status import add_announcer, remove_announcer
 from ..exchange.transport import Gather, PendingSum
@@ -465,9 +466,11 @@ class ParameterServer(ReplicatedModel):
         Raises:
             TypeError: at all sites, if the object of one cannot be sent.
             MismatchError: if another site is at another place.
+            PolicyError: if this site's policy allows fewer bytes.
             SiteError: if the sequencer's site is gone, or another one does not call it within the timeout.
         """
         own, refusal = codec.encode_object(item)
+        check_declared(len(own))
         self._log.finish(_GATHERED + own)
         end = self._take_end()
         for rank, body in end.ended.items():

@@ -14,11 +14,11 @@ from running_hub import running_hub
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 
-from dadplug import Accumulator, GradientReduction, LocalSGD
+from dadplug import Accumulator, GradientReduction, LocalSGD, ParameterServer
 from dadplug.adapm import ParameterManager
 from dadplug.errors import PolicyError
 from dadplug.exchange import Traffic, gather_objects, open_transport
-from dadplug.exchange.restrictions import METRICS, OBJECTS
+from dadplug.exchange.restrictions import METRICS, OBJECTS, declared
 from dadplug.hub.server.relay import Relay
 
 MARK = "to be replaced by the hub " + 400 * "x"
@@ -304,6 +304,15 @@ def allowed():
     assert reduction.gather_objects(torch.full((20, 30), rank))[1].all()
     with pytest.raises(PolicyError, match=f"{OBJECTS} bytes are allowed"):
         reduction.gather_objects(torch.ones(OBJECTS))
+    optimizer = torch.optim.SGD((model := nn.Linear(30, 20)).parameters(), 0.1)
+    server = ParameterServer(model, optimizer, mode="dsgd", share_inputs=False)
+    model(torch.ones(2, 30)).sum().backward()
+    server.step()
+    with declared(METRICS):
+        assert server.gather_present(rank) == {0: 0, 1: 1}
+        with pytest.raises(PolicyError, match=f"{METRICS} bytes are allowed"):
+            server.gather_present(torch.ones(METRICS))
+    server.finish()
 
 
 def test_a_policy_allows_what_methods_need(tmp_path):

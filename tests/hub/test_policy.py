@@ -13,7 +13,7 @@ from running_hub import running_hub
 from support import free_port, refuses
 from torch import nn
 
-from dadplug import GradientReduction, LocalSGD
+from dadplug import DifferentialPrivacy, GradientReduction, LocalSGD
 from dadplug.errors import KitError, PolicyError
 from dadplug.exchange.factory import SingleSite
 from dadplug.exchange.restrictions import impose_restrictions, lift_restrictions
@@ -35,6 +35,10 @@ def test_a_policy_refuses_everything_else():
         (
             lambda: Policy(require_privacy=True).check(Options()),
             "policy of this site's kit has require_privacy = true",
+        ),
+        (
+            lambda: Policy(require_privacy=True).check(Options(privacy=DifferentialPrivacy(0.0, expected_batch=4))),
+            "with noise to dadplug.GradientReduction",
         ),
         *(  # only the value False counts as False
             (partial(STRICT.check, SimpleNamespace(mode="dsgd", share_inputs=value)), "requires share_inputs=False")

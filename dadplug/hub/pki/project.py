@@ -38,7 +38,7 @@ class Policy:
         encrypt_local: whether messages to a hub in the same machine are encrypted, too.
         max_rank_share: largest number of rows that are sent of a layer, as a share of the rows of its input; 1 allows
             all. A private gradient has no such limit.
-        require_privacy: True requires differential privacy, the option `privacy`.
+        require_privacy: True requires differential privacy, the option `privacy`, with noise.
         allow_pickle: whether functions of torch.distributed may unpickle what arrives over the hub: then each other
             site, and the hub where messages are not sealed, can run programs at this site.
         proxy: address of the proxy that connections to the hub go through, see `dadplug.hub.pki.proxies.Proxy.parse`;
@@ -73,10 +73,10 @@ class Policy:
             raise PolicyError(
                 f"the policy of this site's kit requires share_inputs=False, got share_inputs={options.share_inputs!r}"
             )
-        if self.require_privacy and getattr(options, "privacy", None) is None:
+        if self.require_privacy and not getattr(getattr(options, "privacy", None), "noise_multiplier", 0.0):
             raise PolicyError(
-                "the policy of this site's kit has require_privacy = true: pass privacy=DifferentialPrivacy(...) to "
-                f"dadplug.GradientReduction; mode={options.mode!r} without it is refused"
+                "the policy of this site's kit has require_privacy = true: pass privacy=DifferentialPrivacy(...) with "
+                f"noise to dadplug.GradientReduction; mode={options.mode!r} without it is refused"
             )
 
     @cached_property
