@@ -13,7 +13,7 @@ from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...support.logs import get_logger
-from ..units.base import is_zero
+from ..units.base import Unit, is_zero
 from .private import is_private
 from .sameness import OptimizerSettings
 from .structure import OptimizerHook, attached, call_before_update, is_managed, weak_hook
@@ -38,7 +38,10 @@ class StepGuard:
         self._reduction = reduction
         self._settings = settings
         self.agreements = 0
-        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # agreements at the last
+        self._agreed: Sequence[Unit] = ()  # in the last agreement
+        self._applied: set[int] = set()  # identities of the parameters that were stepped since
+        # Agreements at the last step of each optimizer; -1 before its first one.
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._structure: object = None  # of the model, when its parameters were looked up
         self._ours: set[int] = set()  # identities of the parameters
         self._last_stepped = 0.0  # agreements when the model was last stepped; inf once it was warned that it is not
@@ -51,6 +54,12 @@ class StepGuard:
         """Remove the hooks. May be called twice."""
         for hook in self._hooks:
             hook.remove()
+
+    def agree(self, units: Sequence[Unit]) -> None:
+        """Record that the sites have agreed on the gradients of some units."""
+        self.agreements += 1
+        self._agreed = units
+        self._applied.clear()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record the settings of an optimizer of the model; called before the step of any optimizer.
@@ -70,7 +79,7 @@ class StepGuard:
             return None
         self._settings.record(optimizer)
         if optimizer not in self._stepped:
-            self._stepped[optimizer] = 0
+            self._stepped[optimizer] = -1
             if self._reduction.world_size > 1:
                 self._warn_of_own_decisions(optimizer)
         begun = self.agreements
@@ -82,11 +91,15 @@ class StepGuard:
         They have arrived here, or they have not: as those of parameters that have taken the place of others have not.
         What a closure has agreed on since the step has begun may be held, to be applied after it.
         """
-        stale = self._reduction.world_size > 1 and self._stepped[optimizer] == self.agreements
-        gradients = (each.grad for each in stepped if stale and each.grad is not None and not is_managed(each))
+        stale: Sequence[nn.Parameter] = stepped if self._stepped[optimizer] == self.agreements else ()
+        if self._stepped[optimizer] < 0:  # what is agreed on may be stepped by several optimizers, each with a part
+            agreed = {id(each) for unit in self._agreed for each in unit.parameters.values()} - self._applied
+            stale = [each for each in stepped if id(each) not in agreed]
+        gradients = (each.grad for each in stale if each.grad is not None and not is_managed(each))
         gradients = (each for each in gradients if getattr(each, _APPLIED, None) != each._version)
         held = self._reduction.holds and self.agreements > begun
-        if (self._reduction.pending and not held) or not all(map(is_zero, gradients)):
+        own = self._reduction.world_size > 1 and not all(map(is_zero, gradients))
+        if own or (self._reduction.pending and not held):
             raise RuntimeError(
                 "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward(), "
                 "also in a closure. With DistributedDataParallel: call the wrapped model, not its module, and outside "
@@ -96,8 +109,9 @@ class StepGuard:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Record which gradients an optimizer has applied; called after the step of any optimizer."""
         if optimizer in self._stepped and self._reduction.world_size > 1:
-            for gradient in [each.grad for group in optimizer.param_groups for each in group["params"]]:
-                if gradient is not None:  # unchanged, it may be applied again
+            for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
+                self._applied.add(id(parameter))
+                if (gradient := parameter.grad) is not None:  # unchanged, it may be applied again
                     setattr(gradient, _APPLIED, gradient._version)
         if optimizer in self._stepped:
             self._stepped[optimizer] = self._last_stepped = self.agreements
