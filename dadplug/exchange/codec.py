@@ -451,7 +451,10 @@ class Refusal(NamedTuple):
 
 
 def gather_objects(
-    item: Any, group: dist.ProcessGroup | None = None, wait: Callable[[dist.Work], object] = dist.Work.wait
+    item: Any,
+    group: dist.ProcessGroup | None = None,
+    wait: Callable[[dist.Work], object] = dist.Work.wait,
+    name: Callable[[int], str] = "process {}".format,
 ) -> list[Any]:
     """Gather an object from every process; all processes of the group must call it together.
 
@@ -459,6 +462,7 @@ def gather_objects(
         item: what `dadplug.exchange.codec.encode` takes.
         group: the process group; the default one where None.
         wait: waits for a piece of work.
+        name: returns the name of a process, for messages.
 
     Returns:
         The objects, by rank.
@@ -477,7 +481,7 @@ def gather_objects(
         work = dist.all_gather(sizes, size, group=group, async_op=True)
     wait(work)
     lengths = [int(each) for each in sizes]
-    check_lengths(lengths)
+    check_lengths(lengths, name)
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     every = [torch.empty_like(padded) for _ in range(count)]
@@ -485,7 +489,7 @@ def gather_objects(
         work = dist.all_gather(every, padded, group=group, async_op=True)
     wait(work)
     contents = (part[:length].cpu().numpy().data for part, length in zip(every, lengths, strict=True))
-    return decode_objects(enumerate(contents), refusal)
+    return decode_objects(enumerate(contents), refusal, name)
 
 
 def encode_object(item: Any) -> tuple[bytes, Exception | None]:

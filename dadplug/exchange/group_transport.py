@@ -194,7 +194,8 @@ class GroupTransport(Transport):
         return data.cpu().numpy().tobytes()
 
     def gather_present(self, item: Any) -> dict[int, Any]:
-        every = gather_objects(tagged(item), self.group, partial(self.wait, begun=self._begun.begin("objects")))
+        wait = partial(self.wait, begun=self._begun.begin("objects"))
+        every = gather_objects(tagged(item), self.group, wait, self.sites.__getitem__)
         return untagged(dict(enumerate(every)), self.sites)
 
     def wait(self, work: Work, peer: int | None = None, begun: Wait | None = None) -> None:

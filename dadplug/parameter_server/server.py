@@ -141,14 +141,14 @@ class ParameterServer(ReplicatedModel):
         self._unfinished = False  # whether it has made a step in the phase
         self._started = False  # whether it has made a step in a trainer
         self._loader: SiteLoader | None = None  # the last one
-        self._announcer = weak_hook(self._announce)
-        add_announcer(self._announcer)
         if self._joined is None:
             # Synchronous steps have the bits of a GradientReduction's, which forms the gradients.
             self._optimizer.agree_on_fused(self._transport, self._rules.staleness > 0)
             arguments = self.server_options, self._workers, self._limit, self.traffic, in_trainer
             self._log, self._service, self._address = open_log(self._transport, *arguments)
-        else:
+        self._announcer = weak_hook(self._announce)
+        add_announcer(self._announcer)
+        if self._joined is not None:
             self._take_over(self._joined)
         self._optimizer.guard()
         self._attach()

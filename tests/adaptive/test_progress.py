@@ -454,7 +454,7 @@ def adds(site_sums):
         with stats.synchronized():
             pass
     except TypeError as error:
-        refused = "cannot be" in str(error)
+        refused = str(error).startswith("site 0 (") and "cannot be" in str(error)
     return first, second, refused
 
 

@@ -11,6 +11,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import support
@@ -24,7 +25,8 @@ from support import refuses
 from torch import Tensor, nn
 
 import dadplug
-from dadplug.errors import NonFiniteError
+from dadplug.errors import NonFiniteError, SiteError
+from dadplug.exchange.status import announce
 from dadplug.parameter_server import server as server_module
 from dadplug.parameter_server.gradients import CommittedBatchNorms, ContributionCodec
 from dadplug.parameter_server.streams import FrameKind
@@ -740,6 +742,14 @@ def test_statistics_of_a_silent_site_expire():
     assert torch.equal(layer(rows), alone)
     norms.follow(0, {"1": other}, 5)  # a site's own rows are those of its batch
     assert torch.equal(layer(rows), alone)
+
+
+def test_a_server_that_could_not_be_made_does_not_disturb_the_report_of_an_exit(monkeypatch):
+    monkeypatch.setattr(server_module, "open_log", Mock(side_effect=SiteError("site 1 (b) is gone")))
+    model = nn.Linear(4, 3)
+    with pytest.raises(SiteError) as kept:  # its traceback holds the server
+        dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    announce(str(kept.value))
 
 
 def calls_differently(leads: bool) -> str:
