@@ -295,6 +295,16 @@ def test_parameters_may_be_frozen_added_and_shared() -> None:
 
 
 @support.at_sites(2)
+def test_what_is_frozen_within_a_round_is_agreed_on() -> None:
+    for options in ({}, {"overlap": True}, {"overlap": True, "fragments": 2}):
+        local = local_steps(0, every=2, **options)
+        train(local, range(3), dist.get_rank())
+        local.model[0].requires_grad_(False)
+        train(local, range(3, 12), dist.get_rank())
+        ends_equal(local)
+
+
+@support.at_sites(2)
 def test_any_optimizer_takes_the_steps() -> None:
     site = dist.get_rank()
     model = build()
