@@ -59,7 +59,7 @@ class Pass:
         self.pending = pending
 
 
-Summand = float | complex | np.number | Tensor | np.ndarray
+Summand = float | complex | Tensor | np.ndarray[Any, Any]
 
 
 @register
