@@ -103,8 +103,6 @@ class AgreedModel:
     def drop_untrained(self, model: nn.Module, names: Iterable[str]) -> None:
         """Forget parameters that the model no longer has, and those of some that were frozen throughout a round.
 
-        With overlap the model lacks what was in transit of these, of before they were frozen: it gets the agreed value.
-
         Args:
             model: the model.
             names: names of the parameters whose round ends.
@@ -113,7 +111,7 @@ class AgreedModel:
         trained = {name: each.requires_grad for name, each in parameters.items()}
         for name in [*self.values]:
             if name not in trained or (name in ending and not trained[name] and name in self._frozen):
-                if name in trained and name in self._starts:
+                if name in trained and name in self._starts:  # which lacks what was in transit of other sites
                     parameters[name].copy_(self.values[name])
                 for kept in (self.values, self._momenta, self._starts, self._rooms, self._rooms_of_starts):
                     kept.pop(name, None)
