@@ -503,7 +503,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.traffic.end_step()
         self._counter.pending = False
         self._step += 1
-        self._guard.agree(self._planner.units)
+        self._guard.record_agreement(self._planner.units)
         own_place.step = self._step
         if self._transport.rounds.grows or self._planner.outgrown:
             self._transport.rounds.grow()

@@ -55,7 +55,7 @@ class StepGuard:
         for hook in self._hooks:
             hook.remove()
 
-    def agree(self, units: Sequence[Unit]) -> None:
+    def record_agreement(self, units: Sequence[Unit]) -> None:
         """Record that the sites have agreed on the gradients of some units."""
         self.agreements += 1
         self._agreed = units
