@@ -45,31 +45,6 @@ def test_a_program_has_its_own_arguments_environment_folder_and_end(tmp_path):
     assert raised.errors.endswith("ZeroDivisionError: division by zero\n")
 
 
-SPAWNS = """
-import multiprocessing, os, subprocess, sys
-def add(numbers, pipe):
-    pipe.send((sum(numbers), "torch" in sys.modules))
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=add, args=([1, 2], theirs))
-    process.start()
-    theirs.close()
-    print(pipe.recv(), process.join(), process.exitcode)
-    reader, writer = os.pipe()
-    command = [sys.executable, "-c", f"import os; os.write({writer}, b'written')"]
-    subprocess.run(command, pass_fds=[writer], check=True)
-    print(os.read(reader, 7))
-"""
-
-
-def test_a_program_spawns_processes_and_passes_descriptors_on(tmp_path):
-    script = tmp_path / "spawns.py"
-    script.write_text(SPAWNS)
-    (only,) = support.run_programs([[str(script)]])
-    assert only.output == "(3, True) None 0\nb'written'\n", only.errors
-
-
 STARTS = """
 import subprocess, sys
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).wait())

@@ -26,20 +26,6 @@ def altered(content: bytes, place: int, mask: int = 1) -> bytes:
     return bytes(changed)
 
 
-def test_members_read_each_other_while_sites_leave_and_join(kits):
-    group = Group(kits, (0, 1, 2))
-    group.everyone_reads(1)
-    group.leave(1)
-    group.everyone_reads(2)
-    group.join(1, 3)
-    group.everyone_reads(3)
-    group.join(3, 4)
-    group.leave(0)
-    group.everyone_reads(4)
-    group.join(0, 5)
-    group.everyone_reads(9)
-
-
 def test_a_site_that_has_left_opens_nothing_that_came_after(kits):
     group = Group(kits, (0, 1, 2))
     group.everyone_reads(1)

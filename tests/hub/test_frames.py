@@ -178,15 +178,6 @@ def test_any_body_gives_a_control_message_or_an_error(content, with_head):
     assert type(message) in {type(None), *(type(each) for each in MESSAGES)}
 
 
-@given(st.sampled_from(MESSAGES), st.integers(0, 300), st.integers(1, 255))
-@settings(deadline=None)
-def test_a_damaged_control_message_is_an_error_or_in_range(message, place, mask):
-    body = bytearray(msgspec.msgpack.encode(message))
-    body[place % len(body)] ^= mask
-    received = attempt(read_control, bytes(body), 3)
-    assert all(slot in range(3) for slot in getattr(received, "contributors", ()))
-
-
 @pytest.mark.parametrize(
     ("message", "reason"),
     [

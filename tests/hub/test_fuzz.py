@@ -667,13 +667,6 @@ def test_offers_of_keys_are_checked(tmp_path):
     fuzz(offer, lambda body: ours.check(1, body), "offer")
 
 
-def test_control_messages_are_read_or_refused():
-    contents = {**TO_HUB, **TO_SITE}
-    for name, frame in contents.items():
-        if Head.unpack(frame[:HEAD_BYTES]).kind is Kind.CONTROL:
-            fuzz(frame[HEAD_BYTES:], lambda body: read_control(body, 3), name)
-
-
 @pytest.mark.parametrize(
     "lie",
     [

@@ -124,17 +124,6 @@ def test_the_time_begins_anew_where_too_few_sites_are_left():
     assert kinds(membership.tick(9.5), Start) == [Start(Position(LIFE, 0), (2,))]
 
 
-def test_training_starts_once_all_sites_are_here():
-    membership = hub(2, start=False)
-    assert membership.dial(1, 0.0) == [Accept(1, None, False), Pause((0,), "waiting for a")]
-    second = membership.dial(0, 0.0)
-    assert kinds(second, Start) == [Start(Position(LIFE, 0))]
-    assert kinds(second, Join) == [Join(0, 1), Join(1, 1)]
-    assert kinds(second, Resume) == [Resume(1)]
-    assert not kinds(second, SendState)
-    assert membership.participants == [0, 1]
-
-
 def test_a_run_of_another_hub_goes_on_with_the_sites_that_hold_its_last_step():
     membership = hub(3, start=False, min_sites=2)
     assert membership.go_on(5, [0, 2], 0.0) == []

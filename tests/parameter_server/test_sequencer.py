@@ -210,21 +210,6 @@ def test_a_site_that_returns_has_its_share_of_the_steps_again():
     assert sizes[1] - before[1] == pytest.approx(24 * 0.25)
 
 
-def test_contributions_that_wait_together_are_committed_together():
-    sequencer = Sequencer(range(3), Rules(1, 2, "keep"))
-    sequencer.contribute(0, 0, 0, 0, 4)
-    assert sequencer.decide() is None
-    assert sequencer.awaited == [1, 2]
-    sequencer.contribute(2, 0, 0, 0, 6)
-    assert sequencer.decide() == Decision(1, (Entry(0, 0, 0, 4, 1.0), Entry(2, 0, 0, 6, 1.0)))
-    sequencer.contribute(0, 1, 0, 1, 4)
-    sequencer.contribute(2, 1, 0, 1, 6)
-    assert sequencer.decide() is None  # site 1 computes at version 0, and would be two versions behind
-    assert sequencer.awaited == [1]
-    sequencer.contribute(1, 0, 0, 1, 5)
-    assert [entry.site for entry in sequencer.decide().entries] == [0, 1, 2]
-
-
 def test_synchronous_steps_with_a_quorum_drop_the_slow():
     sequencer = Sequencer(range(2), Rules(0, 1, "drop"))
     sequencer.contribute(0, 0, 0, 0, 4)
