@@ -6,7 +6,6 @@ import math
 import os
 import random
 import stat
-import statistics
 import warnings
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from dadplug.support import schedules
 from dadplug.support.schedules import Decoding, Encoding, Machine, Record, Serving
 from dadplug.tools.cli.commands import main
 from dadplug.tools.tuning import tasks, tune
-from dadplug.tools.tuning.search import RuntimeModel, Space, Task, compare_in_pairs, search
+from dadplug.tools.tuning.search import Space, Task, compare_in_pairs, search
 from dadplug.tools.tuning.tasks import Layer, ServingTask, label
 
 TRUE = Encoding(fat=20_000.0, skinny=9_000.0, eigen=200.0, start_gram=10.0, start_iteration=30.0, start_formed=25.0)
@@ -268,16 +267,6 @@ def test_a_good_prior_is_followed_and_a_bad_one_is_overcome():
     assert best["bad"] >= 4
 
 
-@pytest.mark.parametrize("wrong", [1 / 4, 4])
-def test_a_default_that_is_wrong_by_a_factor_of_four_is_corrected(wrong):
-    seconds = valley()
-    task = FormulaTask(seconds, default=(int(2**17 * wrong), 16, False))
-    result = search(task, measure, len(task.space) // 4)
-    assert next(iter(result.measured)) == task.default
-    assert seconds(result.best) <= 1.05 * 1e-3
-    assert compare_in_pairs(task, result.best, measure).holds
-
-
 def test_spaces_smaller_than_the_budget_are_measured_whole_and_a_search_ends_in_time():
     task = FormulaTask(lambda config: config[0], values={"size": (1, 2, 3)}, default=(2,))
     assert search(task, measure, 100).measured == {(2,): 2, (1,): 1, (3,): 3}
@@ -285,18 +274,6 @@ def test_spaces_smaller_than_the_budget_are_measured_whole_and_a_search_ends_in_
     assert set(search(task, measure, 100).measured) == {(7,), (1,), (2,), (3,)}
     task = FormulaTask(valley())
     assert list(search(task, measure, 50, enough=lambda: True).measured) == [task.default]
-
-
-def test_the_model_learns_what_the_prior_leaves():
-    seconds, rng = valley(), random.Random(0)
-    task = FormulaTask(seconds, lambda config: 2e-3)
-    model, configs = RuntimeModel(task), task.space.configs()
-    known = rng.sample(configs, 60)
-    model.fit({config: seconds(config) for config in known})
-    rest = [config for config in configs if config not in known]
-    errors = [abs(value - math.log(seconds(config))) for config, value in zip(rest, model.predict(rest), strict=True)]
-    spread = statistics.pstdev(math.log(seconds(config)) for config in rest)
-    assert statistics.median(errors) < 0.25 * spread
 
 
 class Noisy:
