@@ -183,25 +183,6 @@ def test_sites_at_different_steps_are_an_error() -> None:
 
 
 @support.at_sites(2)
-def test_parameters_are_frozen_freed_and_added() -> None:
-    site = dist.get_rank()
-    local = local_steps(0, every=4, fragments=2)
-    frozen = local.model[0].weight
-    train(local, range(5), site)
-    frozen.requires_grad_(False)
-    train(local, range(5, 16), site)
-    assert "0.weight" not in local._agreement.agreed.values
-    torch.manual_seed(5)
-    local.model.append(nn.Linear(3, 3, dtype=torch.float64))
-    local.optimizer.add_param_group({"params": [*local.model[5].parameters()]})
-    frozen.requires_grad_(True)
-    train(local, range(16, 27), site)
-    names = [name for fragment in local._agreement._fragments for name in fragment.names]
-    assert sorted(names) == sorted(name for name, _ in local.model.named_parameters())
-    ends_equal(local)
-
-
-@support.at_sites(2)
 def test_statistics_are_means_at_the_end_of_each_round() -> None:
     site = dist.get_rank()
     torch.manual_seed(0)
@@ -246,20 +227,6 @@ def test_fragments_have_about_as_many_numbers_and_keep_their_parameters():
     del values["c"]
     divide(fragments, values | {"f": torch.zeros(5)})
     assert [each.names for each in fragments] == [["b"], ["a", "d", "e", "f"]]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 4, "fragments": 0}, "fragments must be a whole number of at least 1"),
-        ({"every": 4, "fragments": 2, "overlap": False}, "fragments=2 are sent while steps go on"),
-        ({"every": 2, "fragments": 3}, "a round of 2 steps cannot be divided into fragments=3"),
-        ({"every": 8, "fragments": 7}, "fragments=7 of a model with 6 trained parameters"),
-    ],
-)
-def test_wrong_options_are_errors(options, message):
-    with pytest.raises(ValueError, match=message):
-        local_steps(0, **options)
 
 
 def test_a_checkpoint_of_another_number_of_fragments_is_refused():

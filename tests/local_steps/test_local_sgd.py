@@ -257,15 +257,16 @@ def test_agreed_values_of_another_type_are_refused(kind, dtype):
         AgreedModel(0.9).adopt(state | {kind: {name: each.to(dtype) for name, each in state[kind].items()}}, model)
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
 @support.at_sites(2)
-def test_parameters_may_be_frozen_added_and_shared() -> None:
+def test_parameters_may_be_frozen_added_and_shared(fragments: int) -> None:
     """Freeze, unfreeze, add and share parameters; what is frozen costs nothing, what is trained is agreed on."""
     site = dist.get_rank()
     model = build()
     model[4].requires_grad_(False)
     model.register_parameter("tied", model[2].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    local = LocalSGD(model, optimizer, every=2, weighting="samples")
+    local = LocalSGD(model, optimizer, every=2, fragments=fragments, weighting="samples")
     frozen = model[4].weight.clone()
     train(local, range(4), site)
     assert torch.equal(model[4].weight, frozen)
@@ -345,6 +346,10 @@ WRONG = [
     ({"overlap": 1}, "overlap must be True or False"),
     ({"timeout": float("inf")}, "timeout must be a positive number of seconds, got inf"),
     ({"outer_momentu": 0.9}, "did you mean 'outer_momentum'"),
+    ({"every": 4, "fragments": 0}, "fragments must be a whole number of at least 1"),
+    ({"every": 4, "fragments": 2, "overlap": False}, "fragments=2 are sent while steps go on"),
+    ({"every": 2, "fragments": 3}, "a round of 2 steps cannot be divided into fragments=3"),
+    ({"every": 8, "fragments": 7}, "fragments=7 of a model with 6 trained parameters"),
 ]
 
 
