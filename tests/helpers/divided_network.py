@@ -3,10 +3,14 @@
 import math
 from contextlib import contextmanager
 
+import pytest
 import torch
+import torch.distributed as dist
+from comparison import descend, off_by
 from torch import nn
 
 import dadplug
+from dadplug.errors import NonFiniteError
 from dadplug.lowrank.dispatch import merge_coefficients
 from dadplug.step.reducer import merged
 from dadplug.step.reducer.merged import DividedHandler, MergedHandler
@@ -61,6 +65,54 @@ def reduce(model, **options):
 def divided_layers(reduction) -> list[str]:
     handlers = reduction._planner._reducer._handlers
     return [unit.name for each in handlers if isinstance(each, DividedHandler) for unit in each.units]
+
+
+def merges_exactly(widths, limit: float, options: dict) -> list[str]:
+    """Compare steps with one process, at a rank that leaves nothing out; return the layers that are divided.
+
+    A site idles in a step; gradients are read, discarded, added to, not finite or cleared after they have been sent.
+    """
+    site, world_size = dist.get_rank(), dist.get_world_size()
+    model, apart = network(widths=widths), network(widths=widths)
+    reduction = reduce(model, **options)
+    assert {row.path for row in reduction.plan if len(row.shape) == 2} == {"lowrank"}
+    for step in range(8):
+        active = [each for each in range(world_size) if step != 2 or each != 1]
+        apart.load_state_dict(model.state_dict())
+        expected = mean_of_sites(apart, step, world_size, active)
+        if site in active:
+            backward(model, site, step)
+        else:
+            model.zero_grad()
+        if step == 3 and site == 1:
+            assert all(p.grad.abs().sum() > 0 for p in model.parameters())  # what has been sent can be read
+            backward(model, site, step)
+        if step == 4:
+            (count, own), *others = (backward(apart, each, step) for each in range(world_size))
+            expected = mean_of([(count + 5, own), *others])
+            if site == 0:
+                (0.0 * model(torch.ones(5, widths[0], dtype=torch.float64)).square().mean()).backward()
+        if step == 5:
+            if site == 1:
+                model.zero_grad()
+                model(torch.full((3, widths[0]), math.nan, dtype=torch.float64)).square().mean().backward()
+            with pytest.raises(NonFiniteError, match="site 1"):
+                reduction.synchronize()
+            continue
+        cleared = ["0.weight", "0.bias"] if step == 6 else []
+        for name in cleared:  # at all sites
+            model.get_parameter(name).grad = None
+        reduction.synchronize() if site in active else reduction.idle()
+        for name, p in model.named_parameters():
+            assert (p.grad is None) == (name in cleared), (step, name)
+            assert p.grad is None or off_by(p.grad, expected[name]) < limit, (step, name)
+        if not cleared:
+            descend(model)
+    assert reduction.first_difference() is None
+    divided, layers = divided_layers(reduction), reduction.traffic.layers
+    assert all(layers[name].encode_seconds > 0 < layers[name].decode_seconds for name in divided)
+    reduction.detach()
+    return divided
 
 
 def spectrum(kind: str, count: int) -> torch.Tensor:

@@ -7,8 +7,19 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from comparison import descend, off_by
-from divided_network import backward, batch, divided_layers, fail_to_merge, mean_of_sites, network, reduce, spectrum
+from comparison import off_by
+from divided_network import (
+    WIDTHS,
+    backward,
+    batch,
+    divided_layers,
+    fail_to_merge,
+    mean_of_sites,
+    merges_exactly,
+    network,
+    reduce,
+    spectrum,
+)
 from torch import nn
 
 from dadplug.errors import MismatchError, NonFiniteError
@@ -20,53 +31,12 @@ from dadplug.step.reducer.owners import OwnedLayer, assign_owners, busiest_numbe
 MNISTNET = [(2048, 784), (1024, 2048), (512, 1024), (256, 512), (10, 256)]
 
 
-def is_exact(options: dict, limit: float) -> None:
-    """Compare steps with one process, at a rank that leaves nothing out, with late, void and missing gradients."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, apart = network(), network()
-    reduction = reduce(model, rank=10, **options)
-    for step in range(7):
-        active = [each for each in range(world_size) if step != 2 or each != 1]
-        apart.load_state_dict(model.state_dict())
-        expected = mean_of_sites(apart, step, world_size, active)
-        if rank in active:
-            backward(model, rank, step)
-        else:
-            model.zero_grad()
-        if step == 3 and rank == 1:
-            assert all(p.grad.abs().sum() > 0 for p in model.parameters())  # what has been sent can be read
-            backward(model, rank, step)
-        if step == 4 and rank == 0:  # a second pass, after the first has been sent; held against the other sites only
-            model(torch.ones(2, 401, dtype=torch.float64)).square().mean().backward()
-        if step == 5:
-            if rank == 1:
-                model.zero_grad()
-                model(torch.full((3, 401), math.nan, dtype=torch.float64)).square().mean().backward()
-            with pytest.raises(NonFiniteError, match="site 1"):
-                reduction.synchronize()
-            continue
-        reduction.synchronize() if rank in active else reduction.idle()
-        if step == 0:
-            assert divided_layers(reduction) == ["4.weight", "3.weight", "0.weight"]
-        if step != 4:  # samples of two passes of a site are of one mean each
-            for name, p in model.named_parameters():
-                assert off_by(p.grad, expected[name]) < limit, (step, name, off_by(p.grad, expected[name]))
-        descend(model)
-    assert reduction.first_difference() is None
-    layers = reduction.traffic.layers
-    assert all(layers[name].encode_seconds > 0 for name in divided_layers(reduction))
-    assert all(layers[name].decode_seconds > 0 for name in divided_layers(reduction))
-    reduction.detach()
-
-
-def over_gloo() -> None:
-    os.environ["DADPLUG_STREAMS"] = "0"
-    is_exact({"bucket_mb": 0.001, "weighting": "samples"}, 1e-7)
-
-
-def test_with_rank_enough_it_is_the_exact_mean(sites):
-    sites(4).run(is_exact, {}, 1e-7)
-    sites(4).run(over_gloo)
+@pytest.mark.parametrize("streams", ["0", "1"])
+@support.at_sites(4)
+def test_with_rank_enough_it_is_the_exact_mean(streams: str) -> None:
+    os.environ["DADPLUG_STREAMS"] = streams
+    options = {"rank": 10} | ({} if streams == "1" else {"bucket_mb": 0.001})
+    assert merges_exactly(WIDTHS, 1e-7, options) == ["4.weight", "3.weight", "0.weight"]
 
 
 @pytest.mark.parametrize("streams", ["0", "1"])
