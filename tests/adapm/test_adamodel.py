@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import support
 import torch
-from recommender import OPTIMIZERS, Recommender, batch, train
+from recommender import OPTIMIZERS, Recommender, end, steps, train
 from support import refuses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -446,10 +446,10 @@ def test_sparse_adam_has_torchs_results():
     managed = AdaModel(model, own)
     for step in range(5):
         ids = torch.randint(20, (7,), generator=torch.Generator().manual_seed(step))
-        for each, steps in ((plain, optimizer), (managed, own)):
-            steps.zero_grad()
+        for each, stepped in ((plain, optimizer), (managed, own)):
+            stepped.zero_grad()
             each(ids).square().sum().backward()
-            steps.step()
+            stepped.step()
     torch.testing.assert_close(managed.state_dict()["weight"], plain.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -462,16 +462,7 @@ def trains_together(kind):
     torch.manual_seed(dadplug.adapm.ParameterManager().rank)
     optimizer = OPTIMIZERS[kind](model.parameters())
     managed = AdaModel(model, optimizer)
-    manager = managed.manager
-    for step in range(5):
-        inputs, targets = batch(step, manager.rank, manager.world_size)
-        if step % 2:
-            managed.intent({"items.weight": inputs[0], "tags.weight": inputs[2]}, manager.current_clock)
-        optimizer.zero_grad()
-        (managed(*inputs) - targets).square().mean().backward()
-        managed.synchronize()
-        optimizer.step()
-        manager.wait_sync(everywhere=True)
+    steps(managed, optimizer, range(5))
     state = managed.state_dict()
     fresh = AdaModel(Recommender(), OPTIMIZERS[kind]([torch.nn.Parameter(torch.zeros(1))]))
     assert not fresh.managed
@@ -479,9 +470,7 @@ def trains_together(kind):
     again = managed.state_dict()
     assert all(torch.equal(state[name], again[name]) for name in state)
     train(plain, OPTIMIZERS[kind](plain.parameters()), 5)
-    manager.barrier()
-    managed.close()
-    manager.close()
+    end(managed)
     return state, plain.state_dict()
 
 

@@ -55,13 +55,18 @@ def net(site: int) -> Net:
     return model
 
 
-def batch(site: int, step: int):
+def backward(model: nn.Module, site: int, step: int) -> None:
+    """Go backward through the loss of a site's batch."""
     generator = torch.Generator().manual_seed(100 * step + site)
-    inputs = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-    return inputs + site, torch.randint(0, 3, (6,), generator=generator)
+    inputs = torch.randn(6, 5, generator=generator, dtype=torch.float64) + site
+    nn.functional.cross_entropy(model(inputs), torch.randint(0, 3, (6,), generator=generator)).backward()
 
 
 PRIVATE = ("head.*", "body.1.*")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith(("head.", "body.1."))
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "edad", "auto", "rankdad", "powersgd", "topk"])
@@ -79,13 +84,11 @@ def test_shared_gradients_are_those_of_one_process(mode: str) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         for site, each in enumerate(every):
-            inputs, targets = batch(site, step)
-            nn.functional.cross_entropy(each(inputs), targets).backward()
-        inputs, targets = batch(rank, step)
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+            backward(each, site, step)
+        backward(model, rank, step)
         reduction.synchronize()
         for (name, own), *others in zip(model.named_parameters(), *(each.parameters() for each in every)):
-            shared = not name.startswith(("head.", "body.1."))
+            shared = not is_private(name)
             expected = sum(each.grad for each in others) / SITES if shared else others[rank].grad
             torch.testing.assert_close(own.grad, expected, rtol=1e-7, atol=1e-10, msg=f"step {step}: {name}")
             if shared:
@@ -97,9 +100,7 @@ def test_shared_gradients_are_those_of_one_process(mode: str) -> None:
     torch.testing.assert_close(model.state_dict(), every[rank].state_dict(), rtol=1e-7, atol=1e-9)
     assert reduction.first_difference() is None
     rows = {row.parameter: row for row in reduction.plan}
-    assert {name for name, row in rows.items() if row.path == "private"} == {
-        name for name in rows if name.startswith(("head.", "body.1."))
-    }
+    assert {name for name, row in rows.items() if row.path == "private"} == {name for name in rows if is_private(name)}
     assert rows["head.weight"].bytes == 0 < rows["body.0.weight"].bytes
     reduction.detach()
 
@@ -107,8 +108,7 @@ def test_shared_gradients_are_those_of_one_process(mode: str) -> None:
 def train(exchange, model, optimizer, steps: int, *, local: bool = False) -> None:
     for step in range(steps):
         optimizer.zero_grad()
-        inputs, targets = batch(dist.get_rank(), step)
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+        backward(model, dist.get_rank(), step)
         if local:
             exchange.step()
         else:
@@ -131,13 +131,12 @@ def test_local_steps_agree_on_what_is_shared(options: dict) -> None:
         own = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
         for step in range(2):
             own.zero_grad()
-            inputs, targets = batch(site, step)
-            nn.functional.cross_entropy(each(inputs), targets).backward()
+            backward(each, site, step)
             own.step()
         alone.append(each.state_dict())
     local.finish()
     for name, value in model.state_dict().items():
-        private = name.startswith(("head.", "body.1."))
+        private = is_private(name)
         expected = alone[rank][name] if private else sum(each[name] for each in alone) / SITES
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-8, msg=name)
     local.detach()
@@ -158,8 +157,7 @@ def test_heads_may_have_different_shapes_and_settings() -> None:
             model.head.requires_grad_(False)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        inputs, targets = batch(rank, step)
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+        backward(model, rank, step)
         reduction.synchronize()
         for optimizer in optimizers:
             optimizer.step()
@@ -178,8 +176,7 @@ def test_private_gradients_are_clipped_by_themselves() -> None:
     norms = []
     for step in range(3):
         optimizer.zero_grad()
-        inputs, targets = batch(rank, step)
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+        backward(model, rank, step)
         norms.append(float(reduction.clip_grad_norm_(0.01)))
         reduction.apply(optimizer)
     assert norms[0] > 0.01
@@ -194,8 +191,7 @@ def test_all_sites_leave_out_a_step_with_nan_in_a_private_gradient(check_finite:
     rank = dist.get_rank()
     model = net(rank)
     reduction = GradientReduction(model, "dsgd", private="head.*", check_finite=check_finite)
-    inputs, targets = batch(rank, 0)
-    nn.functional.cross_entropy(model(inputs), targets).backward()
+    backward(model, rank, 0)
     if rank:
         model.head.weight.grad[0, 0] = float("nan")
     if check_finite:
@@ -267,10 +263,6 @@ def test_an_optimizer_with_weights_beside_its_entries_is_refused():
     GradientReduction(model, "dsgd", private="head.*", state={"optimizer": shared}).detach()
 
 
-def is_private(name: str) -> bool:
-    return name.startswith(("head.", "body.1."))
-
-
 def groups(model: nn.Module, site: int) -> list[dict]:
     """Shared parameters and those of the norm, and the private head with a learning rate of the site."""
     return [
@@ -306,10 +298,8 @@ def test_steps_of_a_parameter_server_are_those_of_one_process(mode: str) -> None
     )
     for step in range(3):
         for site, each in enumerate(every):
-            inputs, targets = batch(site, step)
-            nn.functional.cross_entropy(each(inputs), targets).backward()
-        inputs, targets = batch(rank, step)
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+            backward(each, site, step)
+        backward(model, rank, step)
         server.step()
         gradients = [{name: each.grad for name, each in one.named_parameters()} for one in every]
         for private in (True, False):  # a step each
@@ -336,8 +326,7 @@ def test_nan_in_a_private_gradient_is_found_before_a_contribution_is_sent() -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     server = ParameterServer(model, optimizer, mode="dsgd", private="head.*", quorum=1, staleness=2)
     own = model.head.weight.detach().clone()
-    inputs, targets = batch(dist.get_rank(), 0)
-    nn.functional.cross_entropy(model(inputs), targets).backward()
+    backward(model, dist.get_rank(), 0)
     if dist.get_rank():
         model.head.weight.grad[0, 0] = float("nan")
         with pytest.raises(NonFiniteError, match="in the gradient of 'a private layer' of this site"):
@@ -363,7 +352,7 @@ def test_an_optimizer_keeps_its_own_state_of_private_layers():
         part = SharedPart(model, ("head.*",))
         optimizer = torch.optim.Adam(groups(model, site), lr=0.1 + site)
         optimizer.state["all"] = {"mean": model.head.weight.detach().mean()}  # belongs to no parameter
-        nn.functional.cross_entropy(model(batch(site, 0)[0]), batch(site, 0)[1]).backward()
+        backward(model, site, 0)
         optimizer.step()
         states.append((part, optimizer, private_state(part, [optimizer])))
     (_, donor, _), (part, joiner, own) = states
@@ -414,8 +403,7 @@ def test_a_wrapped_model_keeps_its_statistics() -> None:
     with wrapped.join():
         for step in range(3 + dist.get_rank()):  # site 1 has a batch more
             optimizer.zero_grad()
-            inputs, targets = batch(dist.get_rank(), step)
-            nn.functional.cross_entropy(wrapped(inputs), targets).backward()
+            backward(wrapped, dist.get_rank(), step)
             optimizer.step()
     statistics = wrapped.reduction.gather_objects(
         [each.clone() for each in (*model.body[1].parameters(), model.body[1].running_mean)]
@@ -429,8 +417,7 @@ def test_a_wrapped_model_keeps_its_statistics() -> None:
 def test_an_optimizer_that_mixes_gradients_needs_another_one_for_private_layers() -> None:
     model = net(dist.get_rank())
     reduction = GradientReduction(model, "dsgd", private="head.*")
-    inputs, targets = batch(dist.get_rank(), 0)
-    nn.functional.cross_entropy(model(inputs), targets).backward()
+    backward(model, dist.get_rank(), 0)
     reduction.synchronize()
     with pytest.raises(ValueError, match="give these an optimizer of their own"):
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
