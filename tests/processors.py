@@ -30,7 +30,6 @@ METHODS = {  # by file, its tests whose result depends on the processor
         "squares_may_leave_the_range_of_the_type",
     ),
     "edad": (
-        "gradients_are_those_of_one_process",
         "gradients_are_those_of_one_process_at_four_sites_and_in_single_precision",
         "steps_that_leave_the_chain_are_exact",
         "replicas_are_equal_to_the_bit",

@@ -1,15 +1,15 @@
 """Gradient reduction between sites, held against one process with all sites' rows; its reports and state."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import support
 import torch
 import torch.distributed as dist
 import zoo
-from comparison import Beside, gradients, off_by, shares
+from comparison import Beside, gradients
 from torch import nn
+from zoo_training import replicas_stay_equal, trains
 
 import dadplug
 from dadplug import GradientReduction
@@ -20,71 +20,10 @@ EXACT = ("dsgd", "dad")
 MODES = (*EXACT, "rankdad")
 
 
-def reference_loss(name, model, inputs, targets, world_size, step):
-    """The loss on all sites' rows; batch by batch where the way through the model depends on the batch."""
-    if name not in zoo.BY_BATCH:
-        return zoo.loss(model, inputs, targets)
-    pieces = [shares(len(targets), rank, world_size, step) for rank in range(world_size)]
-    return sum(zoo.loss(model, inputs[piece], targets[piece]) * len(targets[piece]) / len(targets) for piece in pieces)
-
-
-def matches_one_process(name: str, mode: str, steps: int, options: dict) -> int:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(7)
-    reference = zoo.build(name)
-    model = copy.deepcopy(reference)
-    if rank:  # rank 0's parameters must reach the others
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1.0)
-    reduction = dadplug.GradientReduction(model, mode=mode, **{"weighting": "samples"} | options)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.2) for each in (model, reference)]
-    for step in range(steps):
-        inputs, targets = zoo.batch(name, 12 + step % 3, seed=step)
-        mine = shares(len(targets), rank, world_size, step)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        zoo.loss(model, inputs[mine], targets[mine]).backward()
-        reduction.synchronize()
-        reference_loss(name, reference, inputs, targets, world_size, step).backward()
-        expected, found = gradients(reference), gradients(model)
-        for parameter, gradient in expected.items():
-            if gradient is None:
-                assert found[parameter] is None, f"step {step}: {parameter} has a gradient out of nothing"
-            else:
-                error = off_by(found[parameter], gradient)
-                assert error < 1e-10, f"step {step}: {parameter} is off by {error:.1e}"
-        for optimizer in optimizers:
-            optimizer.step()
-    assert reduction.first_difference() is None
-    sent = reduction.traffic.total_bytes_sent
-    return sent
-
-
 @pytest.mark.parametrize("mode", EXACT)
 def test_exact_modes_match_one_process_at_more_sites(sites, mode):
-    sites(4).run(matches_one_process, "mixed", mode, 4, {})
-    sites(4).run(matches_one_process, "repeated", mode, 4, {})
-
-
-def replicas_stay_equal(names: list[str], mode: str, steps: int, options: dict) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for name in names:
-        torch.manual_seed(rank)
-        model = zoo.build(name, torch.float32)
-        reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **{"weighting": "samples"} | options)
-        kind = torch.optim.SGD if name in ("sparse", "bags") else torch.optim.AdamW  # it takes no sparse gradients
-        optimizer = kind(model.parameters(), lr=0.01)
-        for step in range(steps):
-            inputs, targets = zoo.batch(name, 14, seed=step)
-            inputs = inputs.float() if inputs.is_floating_point() else inputs
-            mine = shares(14, rank, world_size, step)
-            optimizer.zero_grad()
-            zoo.loss(model, inputs[mine], targets[mine]).backward()
-            reduction.synchronize()
-            optimizer.step()
-        assert reduction.first_difference() is None, name
-        reduction.detach()
+    for name in ("mixed", "repeated"):
+        sites(4).run(trains, name, mode, 4)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -121,27 +60,16 @@ def mlp() -> nn.Module:
     return zoo.build("mlp")
 
 
-@pytest.mark.parametrize("use_no_sync", [True, False])
-@pytest.mark.parametrize("mode", EXACT)
 @support.at_sites(2)
-def test_accumulated_gradients_add_up(mode: str, use_no_sync: bool) -> None:
-    """Micro-batches, one buffer reused for all inputs, as a loader may; an uneven last group."""
-    rank = dist.get_rank()
-    buffer = torch.empty(4, 6, dtype=torch.float64)
-    with Beside(mlp, mode=mode) as both:
-        for step, groups in enumerate((3, 3, 2, 4, 1)):
-            both.zero_grad()
-            for group in range(groups):
-                inputs, targets = zoo.batch("mlp", 8, seed=10 * step + group)
-                buffer.copy_(inputs[4 * rank : 4 * rank + 4])
-                value = zoo.loss(both.model, buffer, targets[4 * rank : 4 * rank + 4])
-                sent, held_back = both.reduction.traffic.total_bytes_sent, use_no_sync and group + 1 < groups
-                with both.reduction.no_sync() if held_back else nullcontext():
-                    value.backward()
-                assert not held_back or both.reduction.traffic.total_bytes_sent == sent
-                zoo.loss(both.reference, inputs, targets).backward()
-            both.reduction.synchronize()
-            both.check(step, rtol=1e-10)
+def test_nothing_is_sent_under_no_sync() -> None:
+    reduction = dadplug.GradientReduction(mlp(), mode="dad")
+    before = reduction.traffic.total_bytes_sent
+    for step in range(2):
+        with reduction.no_sync():
+            zoo.loss(reduction.model, *zoo.batch("mlp", 4, seed=step)).backward()
+    assert reduction.traffic.total_bytes_sent == before
+    reduction.synchronize()
+    assert reduction.traffic.total_bytes_sent > before
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -287,20 +215,6 @@ def test_gradient_penalties_are_exact(mode: str, name: str) -> None:
             both.check(step)
 
 
-@pytest.mark.parametrize("mode", EXACT)
-@support.at_sites(2)
-def test_parameters_can_be_frozen_and_freed(mode: str) -> None:
-    """A frozen part is freed in mid-training, and frozen again."""
-    mine = (slice(0, 3), slice(3, 8))[dist.get_rank()]
-    with Beside(mlp, mode=mode) as both:
-        for step in range(6):
-            for net in (both.model, both.reference):
-                net[0].requires_grad_(step in (2, 3))
-            both.zero_grad()
-            both.step(*zoo.batch("mlp", 8, seed=step), mine, step, rtol=1e-10)
-        assert {row.path for row in both.reduction.plan if row.parameter.startswith("0.")} == {"frozen"}
-
-
 @support.at_sites(2)
 def test_arguments_of_other_types_are_refused() -> None:
     for other in (None, "model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)):
@@ -374,28 +288,6 @@ def test_more_rows_take_a_second_round_once_and_fewer_send_padding(sites):
     assert 8 * row < sent[3] < 8 * row + 1500
     assert sent[2] >= sent[3]
     assert sent[-1] == sent[1]  # after a while the room is given back
-
-
-def random_rows(mode: str, seed: int) -> None:
-    """Any number of rows at each site and step, none included, layers used or not."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(seed)
-    with Beside(lambda: zoo.build("repeated"), mode=mode) as both:
-        for number in range(40):
-            counts = torch.randint(0, 7, (world_size,), generator=generator).tolist()
-            counts = counts if sum(counts) else [1] * world_size
-            inputs, targets = zoo.batch("repeated", sum(counts), seed=1000 * seed + number)
-            start = sum(counts[:rank])
-            mine = slice(start, start + counts[rank])
-            both.zero_grad()
-            both.step(inputs, targets, mine, number)
-
-
-@pytest.mark.parametrize("mode", ["dsgd", "dad"])
-def test_any_rows_at_any_site(sites, mode):
-    for seed in range(2):
-        sites(2).run(random_rows, mode, seed)
-    sites(4).run(random_rows, mode, 2)
 
 
 def test_a_state_of_another_mode_is_refused():

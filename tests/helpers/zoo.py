@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from chained_models import Functions, Positions, Skips, mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -409,16 +410,25 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator], T
     "towers": (Towers, tokens),
     "sizes": (Sizes, floats),
     "waves": (Waves, floats),
+    "chain": (lambda: mlp(6, 9, 8, 7, 4), floats),
+    "tanh": (lambda: mlp(6, 9, 4, phi=nn.Tanh), floats),
+    "functions": (Functions, floats),
+    "skips": (Skips, floats),
+    "positions": (Positions, floats),
 }
-CHAINS = (
-    "mixed",
-    "partly",
-    "checkpointed",
-    "reentrant",
-    "transformer",
-    "images",
-)  # models that edad can do something for
-BY_BATCH = ("partly", "towers", "sizes")  # models whose way depends on the batch, not only on each sample
+CHAINS = {  # models that edad can do something for, and how many weights it leaves out
+    "chain": 3,
+    "tanh": 1,
+    "functions": 12,
+    "skips": 3,
+    "positions": 2,
+    "mixed": 1,
+    "partly": 2,
+    "checkpointed": 1,
+    "reentrant": 1,
+    "transformer": 2,
+    "images": 1,
+}
 
 
 class Last(nn.Module):
@@ -447,15 +457,25 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return model
 
 
-def batch(name: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
+def batch(name: str, count: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Any, Tensor]:
     """Draw inputs and targets of a number of samples."""
     generator = torch.Generator().manual_seed(seed)
     inputs = ZOO[name][1](count, generator)
+    if isinstance(inputs, Tensor) and inputs.is_floating_point():
+        inputs = inputs.to(dtype)
     return inputs, torch.randint(0, 4, (count,), generator=generator)
 
 
-def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Run a model of the zoo and return the mean cross-entropy."""
-    outputs = model(inputs)
-    logits = outputs["logits"] if isinstance(outputs, dict) else outputs
-    return nn.functional.cross_entropy(logits, targets)
+def part(given: tuple[Any, Tensor], rows: slice) -> tuple[Any, Tensor]:
+    """Return some rows of a batch."""
+    inputs, targets = given
+    if isinstance(inputs, dict):
+        return {name: each[rows] for name, each in inputs.items()}, targets[rows]
+    return inputs[rows], targets[rows]
+
+
+def loss(model: nn.Module, inputs: Any, targets: Tensor) -> Tensor:
+    """Run a model of the zoo and return the mean cross-entropy; outputs of all positions are averaged."""
+    outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    logits = outputs if isinstance(outputs, Tensor) else outputs["logits"]
+    return nn.functional.cross_entropy(logits if logits.dim() == 2 else logits.mean(1), targets)

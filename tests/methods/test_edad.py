@@ -1,98 +1,29 @@
 """edad: deltas recomputed along chains of layers, held against one process and against dad."""
 
-import copy
-from contextlib import nullcontext
-
 import pytest
 import support
 import torch
 import torch.distributed as dist
-from chained_models import MODELS, chained, compare, draw, loss, mlp, pair
-from comparison import assert_resumes, off_by, shares, train
+import zoo
+from chained_models import chained, mlp
+from comparison import Beside, assert_resumes, off_by, train
 from torch import nn
+from zoo import loss
+from zoo_training import replicas_stay_equal, trains
 
 import dadplug
 
 
-def matches_one_process(name: str, dtype: torch.dtype, bound: float, steps: int, options: dict) -> list[str]:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, reference = pair(name, dtype)
-    reduction = dadplug.GradientReduction(model, mode="edad", **{"weighting": "samples"} | options)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-    for step in range(steps):
-        inputs, targets = draw(12 + step % 3, step, dtype)
-        pieces = [shares(len(targets), site, world_size, step) for site in range(world_size)]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss(model, inputs[pieces[rank]], targets[pieces[rank]]).backward()
-        reduction.synchronize()
-        for piece in pieces:
-            (loss(reference, inputs[piece], targets[piece]) * len(targets[piece]) / len(targets)).backward()
-        compare(model, reference, bound, step)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert reduction.first_difference() is None
-    names = chained(reduction)
-    return names
-
-
-ALL = {"mlp": 3, "tanh": 1, "functions": 12, "skips": 3, "tokens": 2, "partial": 3, "checkpointed": 3, "reentrant": 3}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_one_process(sites, name):
-    for names in sites(2).run(matches_one_process, name, torch.float64, 1e-9, 8, {}):
-        assert len([each for each in names if each.endswith("weight")]) == ALL[name], names
-
-
-@pytest.mark.parametrize("name", ["mlp", "skips", "checkpointed"])
+@pytest.mark.parametrize("name", ["chain", "skips", "checkpointed"])
 def test_gradients_are_those_of_one_process_at_four_sites_and_in_single_precision(sites, name):
-    sites(4).run(matches_one_process, name, torch.float64, 1e-9, 5, {})
-    sites(2).run(matches_one_process, name, torch.float32, 1e-5, 3, {})
+    sites(4).run(trains, name, "edad", 5)
+    sites(2).run(trains, name, "edad", 3, {}, None, torch.float32)
 
 
 def test_share_inputs_false_keeps_the_first_layer_out_of_its_chain(sites):
-    first, _ = sites(2).run(matches_one_process, "mlp", torch.float64, 1e-9, 6, {"share_inputs": False})
-    assert "0.weight" not in first
-    assert "2.weight" in first
-
-
-def takes_any_rows(name: str, seed: int) -> None:
-    """Any number of rows and micro-batches at each site, none included, in the first step too."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, reference = pair(name)
-    reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
-    generator = torch.Generator().manual_seed(seed)
-    for step in range(15):
-        counts = torch.randint(
-            0, 6, (int(torch.randint(1, 4, (1,), generator=generator)), world_size), generator=generator
-        )
-        if step == 0:
-            counts[:] = 0  # no site learns anything here
-        if step == 1:
-            counts[:, 0] = 0  # nor the site whose order of layers the others follow
-        model.zero_grad(), reference.zero_grad()
-        total = counts.sum().item()
-        for group, row in enumerate(counts.tolist()):
-            for site, count in enumerate(row):
-                piece = draw(count, 1000 * step + 10 * group + site)
-                if count:
-                    (loss(reference, *piece) * sum(counts[:, site].tolist()) / total).backward()
-                if count and site == rank:
-                    last = group + 1 == len(counts) or step % 2
-                    with nullcontext() if last else reduction.no_sync():
-                        loss(model, *piece).backward()
-        reduction.synchronize()
-        compare(model, reference, 1e-9, step)
-    assert reduction.first_difference() is None
-    assert chained(reduction)
-
-
-@pytest.mark.parametrize("name", ["mlp", "functions", "partial", "reentrant"])
-def test_any_rows_at_any_site_in_any_number_of_passes(sites, name):
-    for seed in (1, 2):
-        sites(2).run(takes_any_rows, name, seed)
-    sites(4).run(takes_any_rows, name, 3)
+    paths, _ = sites(2).run(trains, "chain", "edad", 6, {"share_inputs": False})
+    assert paths["0.weight"] != "activations"
+    assert paths["2.weight"] == "activations"
 
 
 class Wanders(nn.Module):
@@ -132,11 +63,6 @@ def penalised(model, inputs, targets):
 @pytest.mark.parametrize("only_one_site", [False, True])
 @support.at_sites(2)
 def test_steps_that_leave_the_chain_are_exact(only_one_site: bool) -> None:
-    rank = dist.get_rank()
-    torch.manual_seed(3)
-    reference = Wanders().double()
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
     ways = (
         "",
         "skip",
@@ -151,18 +77,19 @@ def test_steps_that_leave_the_chain_are_exact(only_one_site: bool) -> None:
         "other order",
         "",
     )
-    for step, way in enumerate(ways):
-        model.zero_grad(), reference.zero_grad()
-        inputs, targets = draw(9, step)
-        for site, piece in enumerate((slice(0, 4), slice(4, 9))):
-            reference.way = model.way = way if site == 0 or not only_one_site else ""
-            objective = penalised if reference.way == "penalty" else loss
-            (objective(reference, inputs[piece], targets[piece]) * len(targets[piece]) / 9).backward()
-            if site == rank:
-                objective(model, inputs[piece], targets[piece]).backward()
-        reduction.synchronize()
-        compare(model, reference, 1e-9, (step, way))
-    assert chained(reduction) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    with Beside(lambda: Wanders().double(), mode="edad") as both:
+        for step, way in enumerate(ways):
+            both.zero_grad()
+            for site, piece in enumerate((slice(0, 4), slice(4, 9))):
+                both.reference.way = both.model.way = way if site == 0 or not only_one_site else ""
+                objective = penalised if both.reference.way == "penalty" else loss
+                inputs, targets = zoo.part(zoo.batch("chain", 9, step), piece)
+                (objective(both.reference, inputs, targets) * len(targets) / 9).backward()
+                if site == dist.get_rank():
+                    objective(both.model, inputs, targets).backward()
+            both.reduction.synchronize()
+            both.check((step, way))
+        assert chained(both.reduction) == ["a.weight", "a.bias", "b.weight", "b.bias"]
 
 
 def bytes_sent(mode: str, options: dict) -> tuple[int, int]:
@@ -188,29 +115,16 @@ def test_about_half_of_the_bytes_of_dad_travel(sites, options):
         assert planned == pytest.approx(edad, rel=0.05)
 
 
-def replicas_stay_equal(names: list[str], options: dict) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for name in names:
-        model, _ = pair(name, torch.float32)
-        reduction = dadplug.GradientReduction(model, mode="edad", **{"weighting": "samples"} | options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(8):
-            inputs, targets = draw(14, step, torch.float32)
-            mine = shares(14, rank, world_size, step)
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=step % 4 == 3):
-                value = loss(model, inputs[mine], targets[mine])
-            value.backward()
-            reduction.synchronize()
-            optimizer.step()
-        assert reduction.first_difference() is None, name
-        reduction.detach()
-
-
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 def test_replicas_are_equal_to_the_bit(sites, wire):
-    sites(2).run(replicas_stay_equal, list(MODELS), {"wire": wire})
-    sites(4).run(replicas_stay_equal, ["mlp"], {"wire": wire})
+    sites(2).run(
+        replicas_stay_equal,
+        [name for name in zoo.CHAINS if name not in ("mixed", "transformer", "images")],
+        "edad",
+        8,
+        {"wire": wire},
+    )
+    sites(4).run(replicas_stay_equal, ["chain"], "edad", 8, {"wire": wire})
 
 
 @support.at_sites(2)
@@ -218,14 +132,14 @@ def test_autocast_keeps_chains() -> None:
     """Under autocast gradients are those of dad, up to the rounding of bf16."""
     rank, grads = dist.get_rank(), {}
     for mode in ("dad", "edad"):
-        model, _ = pair("mlp", torch.float32)
+        torch.manual_seed(7)
+        model = zoo.build("chain", torch.float32)
         reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
         for step in range(2):
             model.zero_grad()
-            inputs, targets = draw(12, step, torch.float32)
-            mine = slice(0, 5) if rank == 0 else slice(5, 12)
+            mine = zoo.part(zoo.batch("chain", 12, step, torch.float32), (slice(0, 5), slice(5, 12))[rank])
             with torch.autocast("cpu", torch.bfloat16):
-                value = loss(model, inputs[mine], targets[mine])
+                value = loss(model, *mine)
             value.backward()
             reduction.synchronize()
         grads[mode] = [parameter.grad.clone() for parameter in model.parameters()]
@@ -253,13 +167,13 @@ def test_equal_batches_have_the_bits_of_dad(sites):
 
 
 def resumes(steps: int, state: list | None) -> tuple:
-    model, _ = pair("mlp")
+    torch.manual_seed(7)
+    model = zoo.build("chain")
 
     def backward(step: int) -> None:
-        inputs, targets = draw(10, step)
-        mine = slice(0, 4) if dist.get_rank() == 0 else slice(4, 10)
         model.zero_grad()
-        loss(model, inputs[mine], targets[mine]).backward()
+        mine = (slice(0, 4), slice(4, 10))[dist.get_rank()]
+        loss(model, *zoo.part(zoo.batch("chain", 10, step), mine)).backward()
 
     return train(model, dadplug.GradientReduction(model, mode="edad", weighting="samples"), backward, steps, state)
 
@@ -269,11 +183,11 @@ def test_a_run_can_be_resumed(sites):
 
 
 def names_the_layer_of_a_bad_number(where: str) -> str:
-    model, _ = pair("mlp")
+    model = zoo.build("chain")
     reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
     try:
         for step in range(3):
-            inputs, targets = draw(4, step)
+            inputs, targets = zoo.batch("chain", 4, step)
             if step == 2 and dist.get_rank() == 1 and where == "input":
                 inputs[1, 1] = float("nan")
             value = loss(model, inputs, targets)
@@ -300,18 +214,15 @@ def test_numbers_that_are_not_finite_are_found_where_they_come_from(sites):
 
 @support.at_sites(2)
 def test_chains_are_found_after_a_step_whose_gradients_were_changed_in_place() -> None:
-    model, reference = pair("mlp", torch.float64)
-    reduction = dadplug.GradientReduction(model, mode="edad")
-    for step in range(3):
-        model.zero_grad()
-        reference.zero_grad()
-        for site in range(2):
-            (loss(reference, *draw(6, 2 * step + site, torch.float64)) / 2).backward()
-        loss(model, *draw(6, 2 * step + dist.get_rank(), torch.float64)).backward()
-        if step == 0:
-            for own, whole in zip(model.parameters(), reference.parameters(), strict=True):
-                own.grad.mul_(2)
-                whole.grad.mul_(2)
-        reduction.synchronize()
-        compare(model, reference, 1e-9, step)
-    assert len(chained(reduction)) >= 3
+    with Beside(lambda: zoo.build("chain"), mode="edad") as both:
+        for step in range(3):
+            both.zero_grad()
+            for site in range(2):
+                (loss(both.reference, *zoo.batch("chain", 6, 2 * step + site)) / 2).backward()
+            loss(both.model, *zoo.batch("chain", 6, 2 * step + dist.get_rank())).backward()
+            if step == 0:
+                for parameter in (*both.model.parameters(), *both.reference.parameters()):
+                    parameter.grad.mul_(2)
+            both.reduction.synchronize()
+            both.check(step)
+        assert len(chained(both.reduction)) >= 3

@@ -9,9 +9,9 @@ import support
 import torch
 import torch.distributed as dist
 import zoo
-from chained_models import chained, compare, draw, loss, mlp, pair
-from dadplug.hooks import Elementwise, register_elementwise, registry
-from dadplug.hooks.convolution import ConvOfOwnForward
+from chained_models import chained, mlp
+from comparison import Beside
+from dadplug.hooks import Elementwise, register_elementwise
 from dadplug.hooks.factor import _KINDS
 from dadplug.methods import make_method
 from torch import nn
@@ -308,32 +308,21 @@ def test_a_second_round_is_not_allocated_by_what_a_site_announces(rows):
 
 def thaws() -> list[list[str]]:
     """Layers are frozen and freed in mid-training: chains are found anew, and a warning says so where none is left."""
-    rank = dist.get_rank()
-    model, reference = pair("mlp")
-    reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
-    found = []
-    for step in range(8):
-        for net in (model, reference):
-            net[4].requires_grad_(step not in (2, 3))
-            net[0].requires_grad_(step not in (4, 5))
-            net[2].requires_grad_(step != 5)
-            net[4].requires_grad_(step not in (2, 3, 5))
-            net.zero_grad()
-        inputs, targets = draw(8, step)
-        mine = slice(0, 3) if rank == 0 else slice(3, 8)
-        loss(model, inputs[mine], targets[mine]).backward()
-        if step == 5:
-            with pytest.warns(UserWarning, match="follows another"):
-                reduction.synchronize()
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                reduction.synchronize()
-        loss(reference, inputs, targets).backward()
-        compare(model, reference, 1e-9, step)
-        found.append([name for name in chained(reduction) if name.endswith("weight")])
-        reasons = {row.parameter: row.reason for row in reduction.plan}
-        assert step != 2 or reasons["2.weight"] == "ends a chain: 4 (Linear) is frozen"
+    mine, found = (slice(0, 3), slice(3, 8))[dist.get_rank()], []
+    with Beside(lambda: zoo.build("chain"), mode="edad") as both:
+        for step in range(8):
+            for net in (both.model, both.reference):
+                net[4].requires_grad_(step not in (2, 3, 5))
+                net[0].requires_grad_(step not in (4, 5))
+                net[2].requires_grad_(step != 5)
+            both.zero_grad()
+            with pytest.warns(UserWarning, match="follows another") if step == 5 else warnings.catch_warnings():
+                if step != 5:
+                    warnings.simplefilter("error")
+                both.step(*zoo.batch("chain", 8, step), mine, step)
+            found.append([name for name in chained(both.reduction) if name.endswith("weight")])
+            reasons = {row.parameter: row.reason for row in both.reduction.plan}
+            assert step != 2 or reasons["2.weight"] == "ends a chain: 4 (Linear) is frozen"
     return found
 
 
@@ -361,7 +350,7 @@ def refuses(breaker: str, idle: bool) -> str:
     reduction = dadplug.GradientReduction(model.double(), mode="edad", weighting="samples")
     try:
         if not (idle and dist.get_rank() == 0):
-            loss(model, *draw(4, 1)).backward()
+            zoo.loss(model, *zoo.batch("chain", 4, 1)).backward()
         with pytest.raises(ValueError, match="mode 'edad'") as error:
             reduction.synchronize()
     finally:
@@ -398,24 +387,18 @@ def test_functions_can_be_registered():
 
     register_elementwise(["SoftplusBackward0"], backward, ["beta", "threshold"], rounds=True)
     try:
-        model = mlp(6, 5, 4, phi=nn.Softplus).double()
-        reference = copy.deepcopy(model)
-        reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
-        for net in (model, reference):
-            loss(net, *draw(5, 0)).backward()
-        reduction.synchronize()
-        compare(model, reference, 1e-12, "softplus")
-        assert len(chained(reduction)) == 2
-        reduction.detach()
+        with Beside(lambda: mlp(6, 5, 4, phi=nn.Softplus).double(), mode="edad") as both:
+            both.step(*zoo.batch("chain", 5, 0), slice(None), "softplus", rtol=1e-12)
+            assert len(chained(both.reduction)) == 2
     finally:
         del _KINDS["SoftplusBackward0"]
 
 
 def test_copies_made_while_chains_are_traced_are_plain():
-    model, _ = pair("mlp")
+    model = zoo.build("chain")
     reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
-    inputs, targets = draw(4, 0)
-    value = loss(model, inputs, targets)
+    inputs, targets = zoo.batch("chain", 4, 0)
+    value = zoo.loss(model, inputs, targets)
     copied = copy.deepcopy(model)
     value.backward()
     assert torch.equal(copied(inputs), model(inputs))
@@ -425,11 +408,11 @@ def test_copies_made_while_chains_are_traced_are_plain():
 
 def test_compiled_code_between_layers_is_refused_with_its_name():
     torch._dynamo.reset()
-    model, _ = pair("mlp")
+    model = zoo.build("chain")
     reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
     for activation in model[1::2]:  # of a whole model, versions of torch compile different parts
         activation.forward = torch.compile(activation.forward, backend="aot_eager")
-    loss(model, *draw(4, 0)).backward()
+    zoo.loss(model, *zoo.batch("chain", 4, 0)).backward()
     with pytest.raises(ValueError, match=r"torch.compile's code before 2 \(Linear\) cannot be looked into"):
         reduction.synchronize()
     reduction.detach()
@@ -494,72 +477,6 @@ def test_narrow_layers_are_compressed_where_that_saves_bytes() -> None:
         assert planned.bytes <= reduction.traffic.bytes_sent <= 1.1 * planned.bytes + 800
         assert planned[0].bytes < planned[0].dense_bytes or path == "allreduce"
         reduction.detach()
-
-
-class StandardisedConv(nn.Conv2d):
-    def forward(self, input):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return self._conv_forward(input, weight / weight.std((1, 2, 3), keepdim=True), self.bias)
-
-
-class PaddedConv(nn.Conv3d):
-    def forward(self, input):
-        return nn.functional.conv3d(nn.functional.pad(input, [0, 1] * 3), self.weight, self.bias, groups=self.groups)
-
-
-class Volumes(nn.Module):
-    """Convolutions of one to three dimensions, with a shared weight, two calls of a layer, groups, dilation, padding.
-
-    Half of the channels of each output are masked, so that gradients have half their rank.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv3d(12, 12, 3, padding=1, padding_mode="circular")
-        self.own, self.again = PaddedConv(12, 12, 2, groups=2), PaddedConv(12, 12, 2, groups=2)
-        self.again.weight, self.again.bias = self.own.weight, self.own.bias
-        self.twice = nn.Conv3d(12, 12, 3, padding=2, dilation=2, bias=False)
-        self.flat = StandardisedConv(12, 12, 3)
-        self.line = nn.Conv1d(12, 12, 3, padding="same", padding_mode="reflect")
-        self.up = nn.ConvTranspose3d(12, 12, 2, 2)
-
-    def forward(self, x):
-        x = masked(self.again(masked(self.own(masked(self.first(x))))))
-        x = self.up(masked(self.twice(masked(self.twice(x)))))
-        x = masked(self.flat(x.flatten(3).contiguous(memory_format=torch.channels_last)))
-        return masked(self.line(x.flatten(2)))
-
-
-def masked(x):
-    return x.tanh() * torch.arange(12).remainder(2).view(-1, *[1] * (x.dim() - 2))
-
-
-@pytest.mark.parametrize(("mode", "options"), [("dsgd", {}), ("dad", {}), ("rankdad", {"rank": 6, "tolerance": 0.0})])
-@support.at_sites(2)
-def test_convolutions_of_all_kinds_are_exact(mode: str, options: dict) -> None:
-    registry._FAMILIES[PaddedConv] = ConvOfOwnForward()
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    reference = Volumes().double()
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples", **options)
-    for step in range(3):
-        model.zero_grad(), reference.zero_grad()
-        x = torch.randn(3, 12, 4, 4, 4, generator=torch.Generator().manual_seed(step)).double()
-        model(x[:1] if rank == 0 else x[1:]).square().mean().backward()
-        reduction.synchronize()
-        reference(x).square().mean().backward()
-        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
-            assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-9), (step, name)
-    rows = {row.parameter: row for row in reduction.plan}
-    if mode == "rankdad":
-        assert {row.path for row in rows.values() if len(row.shape) > 1} == {"lowrank"}
-        (own,) = (unit for unit in reduction._planner.units if unit.name == "own.weight")
-        assert {layer.name for layer in own.layers} == {"own", "again"}
-    assert mode == "dsgd" or rows["flat.weight"].reason == "its layer (StandardisedConv) sends no factors"
-    assert mode == "dsgd" or all(row.reason for row in rows.values() if row.path == "allreduce")
-    registry._FAMILIES.pop(PaddedConv)
-    reduction.detach()
 
 
 def test_ranks_of_narrow_layers_count_bytes():
