@@ -89,33 +89,6 @@ def test_a_script_of_ddp_trains_as_one_process(mode: str) -> None:
 
 
 @support.at_sites(2)
-def test_sites_join_with_different_numbers_of_batches() -> None:
-    """Sites with different numbers of batches end with equal weights: those of the longest."""
-    rank, model = (
-        dist.get_rank(),
-        dadplug.DistributedDataParallel(build(), mode="dad", compare_every=2, weighting="samples"),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    with model.join():
-        for step in range(2 + 5 * rank):
-            optimizer.zero_grad()
-            loss_of(model, step, [rank]).backward()
-            optimizer.step()
-    assert model.reduction.first_difference() is None
-    alone = build()
-    optimizer = torch.optim.SGD(alone.parameters(), 0.05)
-    for step in range(7):
-        optimizer.zero_grad()
-        loss_of(alone, step, range(2) if step < 2 else [1]).backward()
-        optimizer.step()
-    for p, q in zip(model.module.parameters(), alone.parameters(), strict=True):
-        assert off_by(p.detach(), q.detach()) < 1e-10
-    with pytest.raises(ValueError, match="throw_on_early_termination"), model.join(throw_on_early_termination=True):
-        pass
-    model.reduction.detach()
-
-
-@support.at_sites(2)
 def test_buffers_are_those_of_site_0() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
