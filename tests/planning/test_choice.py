@@ -17,8 +17,9 @@ import dadplug
 from dadplug.errors import MismatchError
 from dadplug.exchange.rounds import Rounds
 from dadplug.options import Options
-from dadplug.step.planning import choice
+from dadplug.step.planning import choice, planner
 from dadplug.step.planning.choice import RankChoice, best_rank
+from dadplug.step.planning.merging import LinkCosts
 
 STEP = 0.03  # seconds
 
@@ -112,6 +113,23 @@ def test_a_resumed_training_keeps_the_choice() -> None:
     for old, new in zip(reduction.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(old, new)
     resumed.detach()
+
+
+@support.at_sites(3)
+def test_a_resumed_training_merges_as_before() -> None:
+    near, far = LinkCosts(1e-4, 1e-6, 1e-6, 1e-12), LinkCosts(0.1, 1e-12, 1e-12, 1e-12)
+    merged, state = [], None
+    for link in (near, far, far):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planner, "measure_link", lambda _, link=link: link)
+            reduction = dadplug.GradientReduction(net(), rank=4)
+            if state is not None and len(merged) == 1:
+                reduction.load_state_dict(state)
+            train(reduction, 1, None)
+        merged.append(reduction._planner.has_owners)
+        state = state or copy.deepcopy(reduction.state_dict())
+        reduction.detach()
+    assert merged == [True, True, False]
 
 
 @support.at_sites(2)

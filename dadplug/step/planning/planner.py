@@ -7,7 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -329,6 +329,7 @@ class Planner:
         self._reference = 0  # samples of all sites in a step, about; 0 before the first
         self._planned_for = self._off_plan = 0  # samples of the largest site then; steps with batches of another size
         self._link: LinkCosts | None = None
+        self._resumed: LinkCosts | None = None  # of a run that this one continues, with as many sites
         self._merging = Merging(method, options, transport)
         self._added: set[str] = set()  # parameters that have been added since the last plan was complete
         self._merged: MergedReport | None = None  # of the last complete plan
@@ -501,7 +502,8 @@ class Planner:
             self._added.clear()
         if (self._method.traits.chooses_path or self._merging.needs_link) and self._link is None:
             with self._transport.traffic.apart():
-                self._link = measure_link(self._transport)
+                measured = measure_link(self._transport)  # also where only some of the sites have loaded a state
+            self._link = self._resumed or measured
         check_allowed(self._options)
         samples, room = self._samples(), self._method.largest_rank if self.choice is None else self.choice.room
         own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, samples, batch, self._link, room)
@@ -648,12 +650,14 @@ class Planner:
         self._reducer.extent = state.extent
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the plan carries from step to step: reference samples, kept rounding errors, the chosen rank."""
+        """Return what the plan carries from step to step, and the times by which a resumed run chooses the same."""
         if self._reducer is not None:
             self._rounding, self._expected = self._reducer.rounding(), self._reducer.expected
         state = {"reference": self._reference, "rounding": self._rounding.state_dict()}
         chosen = {} if self.choice is None else self.choice.state_dict()
-        return state | {"expected": self._expected, "choice": chosen}
+        link = self._merging.link or self._resumed
+        measured = () if link is None else (self._transport.world_size, *astuple(link))
+        return state | {"expected": self._expected, "choice": chosen, "link": measured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; further entries are ignored.
@@ -665,6 +669,9 @@ class Planner:
         self._expected = tuple(state.get("expected", self._expected))
         if self.choice is not None:
             self.choice.load_state_dict(state.get("choice", {}))
+        sites, *link = state.get("link") or (0,)
+        if sites == self._transport.world_size:
+            self._resumed = LinkCosts(*link)
         if self._reducer is not None:
             self._reducer.add_rounding(self._rounding)
             self._reducer.expected = self._expected
