@@ -243,9 +243,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._attached is not None and self._attached.arrived:
             cleared.append(self._attached.cleared)
         if cleared and all(cleared):
-            if self._private is not None or not self._planner.holds_own_gradients:  # else the program has replaced them
-                self._counter.discard()
-                self._counter.pending = False
+            self._counter.discard()
+            self._counter.pending = False
             if self._noise is not None:
                 self._noise.discard()
 

@@ -404,6 +404,23 @@ def test_a_step_without_synchronize_is_refused():
     optimizer.step()
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+@support.at_sites(2)
+def test_the_first_step_of_an_optimizer_is_on_what_was_agreed_on(replaced: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    reduction = dadplug.GradientReduction(model, mode="dsgd")
+    model(torch.randn(5, 4)).sum().backward()
+    reduction.synchronize()
+    for part in model:  # each takes a part of one agreement
+        torch.optim.SGD(part.parameters(), lr=0.1).step()
+    if replaced:
+        model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+    for each in model.parameters():
+        each.grad = torch.randn(each.shape)
+    with pytest.raises(RuntimeError, match="before gradients were synchronized"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 def test_two_reductions_on_one_model_are_refused():
     model = layers()
     reduction = dadplug.GradientReduction(model, mode="dad")
