@@ -255,7 +255,11 @@ def rounds_of(announced: int) -> RoundClient:
     complete = SimpleNamespace(complete=True)
     inbox = SimpleNamespace(forget=lambda last: None)
     rounds._link = SimpleNamespace(
-        name=lambda rank: f"site {rank}", sealing=complete, lock=threading.Lock(), inbox=inbox
+        post_control=lambda message: None,
+        name=lambda rank: f"site {rank}",
+        sealing=complete,
+        lock=threading.Lock(),
+        inbox=inbox,
     )
     rounds.closed, rounds._closes, rounds._position = 5, {}, None
     rounds.states = StateRequests(1)
