@@ -29,7 +29,7 @@ from .wire import lasting
 _FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
 MAX_TAGS = 2**30  # tags have 32 bits, and are reused
-WARM_UP = (1 << 15, 1 << 19)  # bytes to all sites, this one included, on new connections
+_WARM_UP = (1 << 15, 1 << 19)  # bytes to all sites, this one included, on new connections
 _WARM_UP_SECONDS = 0.25  # of the first, after which a second would take too long
 _FIRST = itemgetter(0)
 
@@ -129,13 +129,13 @@ class GroupTransport(Transport):
         """Send two messages to all other sites; the second, larger one only if the first has not taken long.
 
         Congestion control that paces, such as bbr, otherwise sends the small messages of steps at the low rate that it
-        assumes for a new connection, since they never show it a higher one.
+        assumes for a new connection, since they never show it a higher one. The traffic does not count these messages.
         """
         size = self.world_size
-        for nbytes in WARM_UP:
+        for nbytes in _WARM_UP:
             messages = [torch.zeros(nbytes // size, dtype=torch.uint8) for _ in range(2 * size)]
             begin = time.perf_counter()
-            exchange = PairwiseExchange(self, messages[:size], messages[size:])
+            exchange = PairwiseExchange(self, messages[:size], messages[size:], counts=False)
             exchange.launch()
             exchange.wait()
             if max(self.gather_objects(time.perf_counter() - begin, float, "time")) > _WARM_UP_SECONDS:
@@ -278,9 +278,12 @@ class PairwiseExchange(Gather, AllToAll):
         transport: the transport.
         sent: this site's payloads by rank of the receiver; in a gather they are all the same tensor.
         received: room for what is received by rank of the sender; this site's own payload is in its place.
+        counts: whether the traffic counts its bytes.
     """
 
-    def __init__(self, transport: GroupTransport, sent: list[Tensor], received: list[Tensor]) -> None:
+    def __init__(
+        self, transport: GroupTransport, sent: list[Tensor], received: list[Tensor], *, counts: bool = True
+    ) -> None:
         self._transport = transport
         self.payloads = sent
         self.payload = received[transport.rank]
@@ -288,7 +291,7 @@ class PairwiseExchange(Gather, AllToAll):
         peers = [rank % len(sent) for rank in range(transport.rank + 1, transport.rank + len(sent))]
         self._rooms = [(bytes_of(received[peer]), peer) for peer in peers if received[peer].numel()]
         self._own = [(bytes_of(sent[peer]), peer) for peer in peers if sent[peer].numel()]
-        self._bytes = sum(len(body) for body, _ in self._own)
+        self._bytes = sum(len(body) for body, _ in self._own) if counts else 0
         self._works: list[tuple[Work, int]] = []
 
     def launch(self) -> None:
