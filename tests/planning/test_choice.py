@@ -265,8 +265,9 @@ def choice_of(rank: int) -> tuple[RankChoice, SimpleNamespace]:
     """Return a choice with this rank, and the transport between the two sites."""
     method = SimpleNamespace(max_rank=rank, largest_rank=rank)
     planner = SimpleNamespace(has_owners=False, units=(), busiest_share=1.0)
+    rounds = SimpleNamespace(elastic=True, leave_out=Rounds(2).leave_out)
     sites = SimpleNamespace(
-        world_size=2, sites=["site 0 (a)", "site 1 (b)"], traffic=SimpleNamespace(bytes_sent=1), rounds=Rounds(2)
+        world_size=2, sites=["site 0 (a)", "site 1 (b)"], traffic=SimpleNamespace(bytes_sent=1), rounds=rounds
     )
     return RankChoice(method, Options(), sites, planner), sites
 
@@ -294,6 +295,16 @@ def test_reports_out_of_range_name_their_site() -> None:
             return {0: numbers, 1: tuple(others)}
 
         sites.gather_present = gather
+        with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid report on its steps"):
+            chosen._compare()
+    sites.rounds.elastic = False  # the reports are a message of numbers then
+    for place, value in ((0, math.nan), (1, -1.0), (5, 0.0), (5, 1e9), (5, math.inf)):
+        own = torch.zeros(12, dtype=torch.float64)
+
+        def wait(own=own, place=place, value=value):
+            return [own, own.index_fill(0, torch.tensor(place), value)]
+
+        sites.gather = lambda *_, own=own, wait=wait, **__: SimpleNamespace(payload=own, launch=list, wait=wait)
         with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid report on its steps"):
             chosen._compare()
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from types import GenericAlias
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from ...exchange import Transport
 from ...exchange.fields import checked, invalid
 from ...exchange.wire import wire_format
@@ -269,8 +271,14 @@ class RankChoice:
 
     def _gather(self, numbers: list[float]) -> dict[int, list[float]]:
         """Gather numbers of the sites that are present, by rank, in ascending order."""
+        transport = self._transport
+        if not transport.rounds.elastic:  # in one message, where objects take several
+            gather = transport.gather([len(numbers)] * transport.world_size, torch.float64, once=True)
+            gather.payload.copy_(torch.tensor(numbers, dtype=torch.float64))
+            gather.launch()
+            return {rank: payload.tolist() for rank, payload in enumerate(gather.wait())}
         kind = GenericAlias(tuple, (float,) * len(numbers))
-        found = checked(self._transport.gather_present((*numbers,)), kind, "report on its steps", self._transport)
+        found = checked(transport.gather_present((*numbers,)), kind, "report on its steps", transport)
         return {rank: [*map(float, report)] for rank, report in found.items()}  # others may send numpy's numbers
 
     @property
