@@ -209,7 +209,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         counter.pending = True
         if self._remembers and LossScales.scaled:
             self._method.loss_scales.record(unit.name)
-        if torch.is_autocast_enabled(unit.lead.device.type):
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(unit.lead.device.type):
             with as_written(unit.lead.device.type):
                 self._planner.record_arrival(unit, self._syncing, counter.owned)
         else:

@@ -14,6 +14,8 @@ from .fields import check_all
 from .transport import Gather, PendingSum, Transport
 from .wire import BLOCK, WireFormat, rescale
 
+_SMALL = 4096  # elements of a gradient, about, below which a call takes longer than a pass over memory
+
 
 class SummedBucket(ABC):
     """Gradients of several parameters, side by side in one flat tensor, that are summed over sites in one exchange.
@@ -73,14 +75,16 @@ class SummedBucket(ABC):
         """Put all gradients into their places at once, if they are plain tensors as these; return whether they are."""
         kind = torch.strided, self._flat.dtype, self._flat.device
         flat = [
-            each.reshape(-1)
+            each if each.dim() == 1 else each.reshape(-1)
             for each in gradients
             if type(each) is Tensor and (each.layout, each.dtype, each.device) == kind
         ]
         if len(flat) < len(gradients):
             return False
-        if weight == 1.0:
+        if weight == 1.0 or self._flat.numel() < _SMALL * len(flat):
             torch._foreach_copy_(list(self._parts), flat)
+            if weight != 1.0:
+                self._flat.mul_(weight)
         else:  # in one pass over memory
             for part, each in zip(self._parts, flat, strict=True):
                 torch.mul(each, weight, out=part)

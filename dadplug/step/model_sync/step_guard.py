@@ -109,8 +109,9 @@ class StepGuard:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Record which gradients an optimizer has applied; called after the step of any optimizer."""
         if optimizer in self._stepped and self._reduction.world_size > 1:
-            for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
-                self._applied.add(id(parameter))
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            self._applied.update(map(id, parameters))
+            for parameter in parameters:
                 if (gradient := parameter.grad) is not None:  # unchanged, it may be applied again
                     setattr(gradient, _APPLIED, gradient._version)
         if optimizer in self._stepped:

@@ -673,12 +673,15 @@ class BucketHandler(ABC):
 
 def write_gradients(values: Sequence[tuple[torch.nn.Parameter, Tensor]], scale: float = 1.0) -> None:
     """Replace ``.grad`` of parameters by flat tensors times a scale, all at once."""
+    rooms: list[Any] = []
     for parameter, _ in values:
-        if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = torch.empty_like(parameter)
-    rooms: list[Any] = [parameter.grad for parameter, _ in values]
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            gradient = parameter.grad = torch.empty_like(parameter)
+        rooms.append(gradient)
     if rooms:
-        torch._foreach_copy_(rooms, [value.view(parameter.shape) for parameter, value in values])
+        shaped = [value if room.dim() == 1 else value.view(room.shape) for room, (_, value) in zip(rooms, values)]
+        torch._foreach_copy_(rooms, shaped)
     if rooms and scale != 1.0:
         torch._foreach_mul_(rooms, scale)
 

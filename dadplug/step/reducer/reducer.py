@@ -213,6 +213,8 @@ class Reducer:
             layer.encode_seconds += time.perf_counter() - start
         handler.missing -= 1
         unit.sent = True
+        if handler.missing and not handler.fills:  # as of most parameters
+            return
         if not handler.missing:
             handler.on_filled()
         ready = self._launched

@@ -181,7 +181,7 @@ class DenseHandler(SummedHandler):
         return True
 
     def _put_every(self, weight: float) -> list[Unit]:
-        gradients = [None if unit.lead.grad is None else unit.lead.grad.detach() for unit in self.units]
+        gradients = [each if each is None else each.detach() for each in map(_GRADIENT, self.units)]
         if self.bucket.feedback or not weight or not self.bucket.fill_all(gradients, weight):
             super()._put_every(weight)
         if not self.context.checks_finite or self.bucket.finite():  # of all in one pass

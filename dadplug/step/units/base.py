@@ -352,9 +352,10 @@ def version_of(gradient: Tensor | None) -> tuple[int, int]:
     """Return numbers that change where a program writes into a gradient, or gives it other memory."""
     if gradient is None:
         return -1, 0
-    if gradient.is_inference():
-        return 0, 0
-    return gradient._version, gradient.data_ptr() if gradient.layout is torch.strided else 0
+    try:
+        return gradient._version, gradient.data_ptr()
+    except RuntimeError:  # of tensors that are made in inference mode, or sparse
+        return 0 if gradient.is_inference() else gradient._version, 0
 
 
 def versions_of(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:
@@ -498,9 +499,11 @@ def drop_cleared(units: Iterable[Unit]) -> list[bool]:
     """
     known, cleared = [], []
     for unit in units:
-        if unit.arrivals and unit.version is not None:
+        if not unit.arrivals:
+            continue
+        if unit.version is not None:
             known.append(unit)
-        elif unit.arrivals:
+        else:
             intact = True
             for name, lazy in unit.placed.items():
                 intact = intact and unit.parameters[name].grad is lazy
@@ -526,7 +529,11 @@ class DenseUnit(Unit):
 
     def _arrive(self, on_arrival: Arrived, parameter: Tensor) -> None:
         if (gradient := parameter.grad) is not None:
-            self.version, self.changed = version_of(gradient), False
+            try:  # as `version_of`, without a call of Python
+                self.version = gradient._version, gradient.data_ptr()
+            except RuntimeError:
+                self.version = version_of(gradient)
+            self.changed = False
             if (arrived := on_arrival()) is not None:
                 arrived(self)
 
