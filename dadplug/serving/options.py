@@ -140,7 +140,8 @@ def _in_range(x: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
 
 def _as_array(given: Any) -> np.ndarray[Any, Any]:
     if hasattr(given, "detach"):
-        given = given.detach().cpu().numpy()
+        given = given.detach().cpu()
+        given = given.float().numpy() if str(given.dtype) == "torch.bfloat16" else given.numpy()
     if given is None or isinstance(given, (str, bytes, dict)):
         raise InputError(f"the input is {type(given).__name__}, not numbers")
     try:
@@ -150,6 +151,10 @@ def _as_array(given: Any) -> np.ndarray[Any, Any]:
     if x.dtype.kind not in "fiub":
         raise InputError("the input is not an array of numbers: it has other values, or integers of more than 64 bits")
     return x
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, (tuple, list)) and all(each is None or (type(each) is int and each > 0) for each in given)
 
 
 def _fits(first: Shape, second: Shape) -> bool:
@@ -237,10 +242,25 @@ class ServingOptions:
                 for name in _POSITIVE
             ),
             (
-                self.deadline is not None and self.deadline < self.slo,
+                self.deadline is not None and not self.deadline >= self.slo,
                 f"deadline ({self.deadline} s) has to be at least slo ({self.slo} s)",
             ),
-            (self.cache_bytes < 0, f"cache_bytes has to be at least 0, not {self.cache_bytes}"),
+            (
+                not isinstance(self.cache_bytes, int) or self.cache_bytes < 0,
+                f"cache_bytes has to be a whole number of at least 0, not {self.cache_bytes}",
+            ),
+            (
+                self.context in ("", "input"),
+                f"context={self.context!r} is no name of a further field of requests, such as 'site'",
+            ),
+            (
+                self.input_shape is not None and not _is_shape(self.input_shape),
+                f"input_shape has to be a tuple of sizes of at least 1, None for any, not {self.input_shape!r}",
+            ),
+            (
+                self.state is not None and not Path(self.state).absolute().parent.is_dir(),
+                f"state={str(self.state)!r}: there is no folder for this file, make it first",
+            ),
             (
                 self.dtype is not None and self.dtype not in DTYPES,
                 f"unknown dtype {self.dtype!r}; valid ones are {', '.join(DTYPES)}",

@@ -393,7 +393,9 @@ class Regression:
         mean = np.average(np.stack(list(outputs.values())).astype(np.float64), axis=0, weights=shares)
         distances = [self._distance(output, mean) for output in outputs.values()]
         spread = sum(share * distance for share, distance in zip(shares, distances, strict=True))
-        return np.asarray(mean).astype(outputs[model].dtype), None, model, 1.0 - spread
+        if outputs[model].dtype.kind == "f":  # that of whole numbers is none
+            mean = np.asarray(mean).astype(outputs[model].dtype)
+        return np.asarray(mean), None, model, 1.0 - spread
 
     def loss(self, kept: Array, y: Any) -> float:
         """Return the mean absolute error as a part of the scale, at most 1.
@@ -407,7 +409,7 @@ class Regression:
         """
         try:
             wanted = [float(each) for each in np.ravel(y)]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             wanted = [math.nan]
         if len(wanted) != kept.size or not all(map(math.isfinite, wanted)):
             raise FeedbackError(f"feedback has to be {kept.size} finite numbers, not {y!r:.40}", status=422)

@@ -337,6 +337,7 @@ class PredictorServer(_LitServer):
         max_connections: int,
     ) -> None:
         super().__init__(_NoApi(), accelerator="cpu", timeout=False, disable_openapi_url=True)
+        self._monitor_workers = False  # of LitServe: there are none, and its manager ends before the thread
         self._models, self._options = models, options
         self._max_body, self._limits = max_body, Limits(max_connections, read_seconds)
         self._predictor: Predictor | None = None

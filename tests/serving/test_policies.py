@@ -249,8 +249,12 @@ def test_regression_averages_and_learns_by_the_error():
         assert (float(p.output[0]), p.label, p.confidence) == (2.0, None, 0.75)
         predictor.feedback(p.id, 3.0)
         assert predictor.weights()["b"] > predictor.weights()["a"]
-        with pytest.raises(FeedbackError, match="1 finite numbers"):
-            predictor.feedback(predictor.predict([1.0]).id, [1.0, 2.0])
+        for wrong in ([1.0, 2.0], 10**400):
+            with pytest.raises(FeedbackError, match="1 finite numbers"):
+                predictor.feedback(predictor.predict([1.0]).id, wrong)
+    counts = {name: lambda batch, count=count: np.full(len(batch), count) for name, count in (("a", 1), ("b", 2))}
+    with patient_predictor(counts, policy="exp4", task="regression") as predictor:
+        assert float(predictor.predict([0.0]).output) == 1.5
 
 
 # Batch sizes and the queue of one model

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import signal
@@ -92,6 +93,13 @@ def test_a_checkpoint_is_served_by_the_command_until_sigterm(tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_no_thread_of_litserve_asks_its_manager_after_the_end():
+    pytest.importorskip("litserve")
+    from dadplug.runners.serving.lit_server import PredictorServer
+
+    assert not PredictorServer({"m": identity}, {}, 1 << 20, 1.0, 10)._monitor_workers
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_command_with_the_reason(tmp_path):
     pytest.importorskip("litserve")
     torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "m.pt")
@@ -128,7 +136,7 @@ def test_a_client_needs_an_address():
 @pytest.mark.parametrize(
     ("parse", "values", "invalid"),
     [
-        (seconds, {"50ms": 0.05, "0.05": 0.05, ".05s": 0.05, "2s": 2.0}, ["", "ms", "-1", "1h", "nan"]),
+        (seconds, {"50ms": 0.05, "0.05": 0.05, ".05s": 0.05, "2s": 2.0}, ["", "ms", "-1", "0", "1h", "nan"]),
         (shape, {"1,28,28": (1, 28, 28), "?, 4": (None, 4), "": ()}, ["a", "1,-2", "1.5"]),
     ],
 )
@@ -176,7 +184,9 @@ def test_the_answer_is_the_models():
         np.testing.assert_allclose(p.output, expected, rtol=1e-6)
         assert (p.label, p.model, p.confidence, p.models) == (int(expected.argmax()), "m", 1.0, ("m",))
         np.testing.assert_array_equal(predictor.predict(x.tolist()).output, p.output)
-        np.testing.assert_array_equal(predictor.predict([1, 0, 1, 0]).output, predictor.predict([1.0, 0, 1, 0]).output)
+        ones = predictor.predict([1.0, 0, 1, 0]).output
+        np.testing.assert_array_equal(predictor.predict([1, 0, 1, 0]).output, ones)
+        np.testing.assert_array_equal(predictor.predict(torch.tensor([1.0, 0, 1, 0]).bfloat16()).output, ones)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +382,12 @@ def test_what_cannot_be_served_is_refused():
         (lambda: serve(policy="best"), "unknown policy"),
         (lambda: serve(task="ranking"), "unknown task"),
         (lambda: serve(dtype="complex64"), "unknown dtype"),
+        (lambda: serve(deadline=math.nan), "deadline"),
         (lambda: serve(cache_bytes=-1), "cache_bytes"),
+        (lambda: serve(cache_bytes=1e6), "cache_bytes"),
+        (lambda: serve(context="input"), "no name of a further field"),
+        *((partial(serve, input_shape=wrong), "a tuple of sizes") for wrong in (4, (0,), (-1, 3), (1.5,))),
+        (lambda: serve(state="absent/weights.json"), "no folder for this file"),
         (lambda: serve(task="regression", scale=0.0), "scale has to be positive"),
         (lambda: patient_predictor({}), "no model to serve"),
         (lambda: patient_predictor({"m": 3}), "not int", LoadError),
