@@ -206,6 +206,7 @@ def test_audit_prints_a_table_and_writes_reports(tmp_path, capsys):
     assert (tmp_path / "report.html").stat().st_size > 1000
     assert (tmp_path / "report.png").stat().st_size > 1000
     assert main([*given, "--fail-above", "0.5"]) == 1
+    assert main([*given, "--fail-above", "1", "--seconds", "1e-9"]) == 1  # nothing was tried
     for wrong, message in (
         (("--option", "rank=0"), "rank must be"),
         (("--option", "banana=1"), "unknown option"),

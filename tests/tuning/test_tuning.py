@@ -139,7 +139,7 @@ def test_every_task_runs_with_the_ends_of_its_space():
     run(tasks.ChoiceTask(task, Encoding(), dataclasses.replace(TRUE)), ("fitted",))
 
 
-@pytest.mark.parametrize("seconds", [0, -1])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
 def test_arguments_are_checked(folder, seconds, monkeypatch):
     with pytest.raises(ValueError, match="seconds has to be positive"):
         dadplug.tune(seconds=seconds)

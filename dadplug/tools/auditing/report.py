@@ -154,6 +154,11 @@ class Report:
         return max(data, key=lambda each: (each.recovered, each.attack != "span", each.similarity), default=None)
 
     @property
+    def out_of_time(self) -> bool:
+        """Whether the time was over before an attack on the data was made, so that the report says nothing."""
+        return self.best is None and any("time" in each.reason for each in self.untried)
+
+    @property
     def verdict(self) -> str:
         """Summary in words: the share that was recovered, a setting that stops the attacks, and the limits."""
         return " ".join(filter(None, [self._finding(), self._further(), self._advice(), self._limits()]))
@@ -171,7 +176,7 @@ class Report:
             where = f"{best.attack} on {best.layer}" if best.layer else best.attack
             return f"{who} can {what} {self.recovered:.0%} of the samples of this batch (attack {where})."
         if best is None:
-            if any("time" in each.reason for each in self.untried):
+            if self.out_of_time:
                 return "The time was over before an attack on the data was made: raise seconds. That says nothing."
             return "No attack on the data applies to this model and mode; that is no proof that none exists."
         return (

@@ -106,13 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a duration: ``50ms``, ``0.05s`` or ``0.05``.
+    """Parse a duration above 0: ``50ms``, ``0.05s`` or ``0.05``.
 
     Raises:
         ArgumentTypeError: if it is none.
     """
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)?", text.strip())
-    if found is None:
+    if found is None or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 50ms or 0.05")
     return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
 
@@ -318,7 +318,7 @@ def passphrase(arguments: argparse.Namespace) -> None:
         metavar="DAYS",
         help=f"exit with status {Exit.ENDS_SOON:d} if a certificate ends within this time, such as 14d",
     ),
-    argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
+    argument("--timeout", type=seconds, default=5.0, help="seconds for each step (default: %(default)g)"),
 )
 def check(arguments: argparse.Namespace) -> int:
     """Print the findings as they are made; return an `Exit` status."""
@@ -449,7 +449,7 @@ def hub(arguments: argparse.Namespace) -> None:
         action="store_true",
         help=f"exit with status {Exit.SITES_MISSING:d} if a site is not connected, or training waits",
     ),
-    argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
+    argument("--timeout", type=seconds, default=5.0, help="seconds for each step (default: %(default)g)"),
 )
 def status(arguments: argparse.Namespace) -> int:
     """Print the hub's status."""
@@ -670,7 +670,10 @@ def compare(arguments: argparse.Namespace) -> int:
     ),
     argument("--json", type=output_file(".json"), metavar="FILE.json", help="write the report as JSON"),
     argument(
-        "--fail-above", type=float, metavar="SHARE", help="exit with status 1 if more of the samples are recovered"
+        "--fail-above",
+        type=float,
+        metavar="SHARE",
+        help="exit with status 1 if more of the samples are recovered, or the time was over before an attack",
     ),
 )
 def audit(arguments: argparse.Namespace) -> int:
@@ -717,7 +720,8 @@ def audit(arguments: argparse.Namespace) -> int:
         if path:
             write(path)
             print(f"written: {path}")
-    return 1 if arguments.fail_above is not None and report.recovered > arguments.fail_above else 0
+    passes = arguments.fail_above is None or (report.recovered <= arguments.fail_above and not report.out_of_time)
+    return Exit.DONE if passes else Exit.FAILED
 
 
 @command("prepare nnU-Net for training between sites", nnunet_actions)

@@ -340,7 +340,7 @@ def _check(
     seconds: float, rows: int, has_model: bool, builder: str | None, shape: Sequence[int | None] | None, store: bool
 ) -> None:
     refuse(
-        (seconds <= 0, f"seconds has to be positive, not {seconds}"),
+        (not seconds > 0, f"seconds has to be positive, not {seconds}"),
         (rows < 1, f"rows has to be at least 1, not {rows}"),
         ((builder or shape) and not has_model, "a builder or a shape of inputs is for a model: give the model, too"),
         (
