@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,8 +146,9 @@ def give_back(managed: AdaModel, optimizer: Any, interrupted: bool) -> None:
         interrupted: whether other sites may have exited, and their rows with them.
     """
     if interrupted:
+        error = sys.exc_info()[1]
         managed.close()
-        managed.manager.abandon("its training ended with an error")
+        managed.manager.abandon("its training has ended" if error is None else f"{type(error).__name__}: {error}")
         return
     try:
         managed.unwrap(optimizer)

@@ -12,6 +12,7 @@ import support
 import torch
 from catalyst import dl
 from dadplug.runners import AdaPMRunner
+from dadplug.runners.management import give_back
 from scores import BATCH, ROWS, STEPS, assert_alike, data, one_process, optimizer_of
 from scores_catalyst import Scores as CatalystScores
 from scores_catalyst import run
@@ -20,7 +21,9 @@ from support import refuses
 from torch import nn
 from torch.utils.data import DataLoader
 
+import dadplug
 from dadplug import AdaPMStrategy
+from dadplug.adapm import AdaModel
 
 BOUND = 0.1
 INTENTS = {"function": lambda batch: {"words.weight": batch[0][:, :3], "tags.weight": batch[0][:, 3:]}, "none": None}
@@ -243,6 +246,20 @@ def test_what_automatic_intent_cannot_see_is_told_once() -> None:
     assert "torch.randint" in drawing
     assert "automatic intent has not seen" in late
     assert "words.weight" in late
+
+
+@support.at_sites(2, own=True)
+def test_the_error_that_ends_training_at_one_site_is_the_reason_at_the_other() -> None:
+    module = nn.Embedding(10, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    managed = AdaModel(module, optimizer)
+    try:
+        if os.environ["RANK"] == "0":
+            raise ValueError("broken in a step")
+        with pytest.raises(dadplug.SiteError, match=r"site 0 .* is gone: ValueError: broken in a step"):
+            managed.manager.barrier()
+    except ValueError:
+        give_back(managed, optimizer, True)
 
 
 PROGRAM = """
