@@ -452,11 +452,16 @@ class Accelerator(accelerate.Accelerator):
 
     @declared(METRICS)
     def gather(self, tensor: Any) -> Any:
-        return super().gather(tensor)
+        with self._naming_sites():
+            return super().gather(tensor)
 
     @declared(METRICS)
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return super().reduce(tensor, reduction, scale)
+        with self._naming_sites():
+            return super().reduce(tensor, reduction, scale)
+
+    def _naming_sites(self) -> AbstractContextManager[None]:
+        return self._wrapped[-1].reduction.naming_sites() if self._wrapped else nullcontext()
 
     @declared(METRICS)
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -92,6 +92,12 @@ class AttachedTrainer(_Trainer):
         handler.callbacks.sort(key=lambda each: not getattr(each, "adds_to_logs", False))
         return super()._inner_training_loop(*args, **kwargs)
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log the losses of all sites, evaluate and save; see transformers."""
+        reduction = self.reduction
+        with nullcontext() if reduction is None else reduction.naming_sites():
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def _forget_evaluation(self) -> None:
         """Let the model be wrapped: accelerate takes one for prepared that has been prepared for an evaluation."""
         wrapper = self._wrapper

@@ -30,6 +30,7 @@ from transformers import (  # noqa: E402
 )
 
 import dadplug  # noqa: E402
+from dadplug.accelerate import Accelerator  # noqa: E402
 from dadplug.errors import MismatchError  # noqa: E402
 from dadplug.step.model_sync.samples import batches_before, takes_part  # noqa: E402
 from dadplug.transformers import attach  # noqa: E402
@@ -417,6 +418,35 @@ def test_sites_with_different_numbers_of_batches_get_an_error_before_the_first_s
     for found in support.sites(2).run(differing, str(tmp_path)):
         assert "5 and 4" in found
         assert "even_batches" in found
+
+
+class Leaves(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if os.environ["RANK"] == "1":
+            os._exit(3)
+
+
+def logs_beside_a_lost_site(folder: str) -> None:
+    trainer = make("classes", folder, callbacks=[Leaves()], logging_strategy="steps", logging_steps=1)
+    attach(trainer, mode="dad")
+    trainer.train()
+
+
+def gathers_beside_a_lost_site(folder: str) -> None:
+    accelerator = Accelerator(cpu=True, mode="dad")
+    accelerator.prepare(nn.Linear(2, 2))
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    accelerator.gather(torch.ones(1))
+
+
+@pytest.mark.parametrize("function", [logs_beside_a_lost_site, gathers_beside_a_lost_site])
+def test_a_site_that_is_lost_is_named_where_the_library_gathers_itself(tmp_path, function):
+    with support.Sites(2) as group:
+        group.start(function, str(tmp_path))
+        first, _ = group.outcomes()
+    assert first.kind == "failed"
+    assert "SiteError: site 1 (" in first.value.splitlines()[-1]
 
 
 def change(trainer: Trainer, path: str, value: Any) -> None:

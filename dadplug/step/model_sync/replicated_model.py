@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -30,6 +30,7 @@ from .structure import ATTACHED, check_elastic, check_model, collection, without
 
 _log = get_logger(__name__)
 _OWN = ("timeout", "hub_timeout")  # options that may differ between sites
+_OF_CONNECTIONS = ("onnection", "imed out")  # in what torch.distributed says of one that has failed
 
 
 class Stateful(Protocol):
@@ -416,6 +417,20 @@ class ReplicatedModel:
             _log.warning("a %s ends before its first step: nothing refers to it. Keep it", type(self).__name__)
         with collection():
             self.detach()  # the transports close when they are collected
+
+    @contextmanager
+    def naming_sites(self) -> Iterator[None]:
+        """Convert errors of torch.distributed's own connections in a context into errors that name the site."""
+        try:
+            yield
+        except RuntimeError as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            raiser = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+            if not raiser.startswith("torch.distributed") or not any(word in str(error) for word in _OF_CONNECTIONS):
+                raise
+            raise self._transport.lost(error) from error
 
     def abort(self, reason: str) -> None:
         """Report to the other sites why this one exits, and close the connections to them, so that none of them waits.
