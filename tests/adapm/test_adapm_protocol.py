@@ -120,25 +120,6 @@ def test_a_key_wanted_by_several_is_replicated_and_the_last_one_keeps_it():
     assert not any(engine.stores[0].replicas for engine in simulation.engines)
 
 
-@pytest.mark.parametrize(("technique", "owner", "replicas"), [("replication_only", 1, 1), ("static", 1, 0)])
-def test_techniques_that_never_move_a_key(technique, owner, replicas):
-    simulation = Simulation(3, technique, 0)
-    simulation.engines[2].intend(0, np.array([4], np.int64), 0, 5)
-    simulation.pull(2, np.array([4], np.int64))
-    settled(simulation)
-    assert owner_of(simulation, 4) == owner
-    assert simulation.engines[2].stores[0].replicas == replicas
-
-
-def test_relocation_only_never_replicates():
-    simulation = Simulation(3, "relocation_only", 0)
-    for rank in (0, 2):
-        simulation.engines[rank].intend(0, np.array([4], np.int64), 0, 50)
-    settled(simulation)
-    assert owner_of(simulation, 4) in (0, 2)
-    assert not any(engine.stores[0].replicas for engine in simulation.engines)
-
-
 def test_intents_far_ahead_wait():
     simulation = Simulation(2, "all", 0)
     engine = simulation.engines[0]
@@ -262,12 +243,6 @@ def test_a_send_that_the_kernel_has_no_room_for_returns_at_once_and_arrives_whol
         for array, other in zip(sent.arrays, got.arrays):
             np.testing.assert_array_equal(array, other)
     assert not first.outgoing.blocked
-
-
-def test_bytes_that_are_no_message_are_an_error(pair):
-    pair[0].outgoing.send([b"GET / HTTP/1.1\r\nHost: computer\r\n\r\n"])
-    with pytest.raises(ProtocolError):
-        pair[1].read([])
 
 
 class Meeting:

@@ -30,7 +30,6 @@ class SiteCase:
         epochs: number of epochs.
         min_sites: option of the strategy or runner.
         leave: number of the step or round in which the process is killed, from 0; -1 for never.
-        where: in which kind of step or round it is killed.
         stop: file that ends the training once it exists; empty for none.
         bar: whether to show a progress bar.
         late: option of the strategy or runner.
@@ -47,7 +46,6 @@ class SiteCase:
     epochs: int = 3
     min_sites: int | None = 1
     leave: int = -1
-    where: str = "step"
     stop: str = ""
     bar: bool = False
     late: str = "wait"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from elastic_data import BATCH, SiteCase, die_in_round, digest, net, optimisation, train_data, valid_data
+from elastic_data import BATCH, SiteCase, digest, net, optimisation, train_data, valid_data
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
@@ -25,18 +25,16 @@ import dadplug
 
 @dataclass(frozen=True)
 class Case(SiteCase):
-    """One process of a site, killed in a "step", or in a round of the second "validation".
+    """One process of a site, killed at the beginning of a step.
 
     Attributes:
         pause: seconds after each step.
         accumulate: number of batches of a step.
-        names: folder that the state of its checkpoint callback names, and a file in it; empty for its own.
     """
 
     mode: str = "dsgd"
     pause: float = 0.0
     accumulate: int = 1
-    names: str = ""
 
 
 class Module(pl.LightningModule):
@@ -76,14 +74,14 @@ class Record(pl.Callback):
     """Record of steps and validations; kills the process."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.validations = case, 0
+        self.case = case
         self.file = (Path(case.folder) / "log.jsonl").open("a", buffering=1)
         self.first = 0.0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
         self.first = float(batch[0][0, 0])
         self.before = getattr(trainer.strategy._exchange, "agreements", 0)
-        if self.case.where == "step" and trainer.global_step == self.case.leave:
+        if trainer.global_step == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_before_backward(self, trainer, module, loss) -> None:
@@ -115,26 +113,11 @@ class Record(pl.Callback):
             line = {"validation": trainer.current_epoch, "metrics": metrics, "digest": digest(module.net)}
             self.file.write(json.dumps(line) + "\n")
 
-    def on_validation_start(self, trainer, module) -> None:
-        self.validations += not trainer.sanity_checking
-
-
-def lie(folder: str) -> None:
-    """Let the state of checkpoint callbacks name a file of another folder."""
-    state, file = ModelCheckpoint.state_dict, f"{folder}/kept"
-    paths = dict.fromkeys(("best_model_path", "kth_best_model_path", "last_model_path"), file)
-    lies = {"dirpath": folder, "best_k_models": {file: torch.tensor(9.0)}, **paths}
-    ModelCheckpoint.state_dict = lambda callback: state(callback) | lies
-
 
 def run(case: Case) -> None:
     dadplug.connect(kit=case.kit, timeout=200, **case.terms)
     slot = torch.distributed.get_rank()
     record = Record(case)
-    if case.names:
-        lie(case.names)
-    if case.where == "validation":
-        die_in_round(case, lambda answer: record.validations == 2 and answer is None)
     trainer = pl.Trainer(
         strategy=(dadplug.LocalSGDStrategy if case.every else dadplug.DADStrategy)(**case.options()),
         accelerator="cpu",

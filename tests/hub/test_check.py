@@ -26,7 +26,7 @@ from dadplug.hub.pki.kits import current_time
 from dadplug.hub.secure import tls
 from dadplug.hub.server.acceptor import Acceptor
 from dadplug.hub.server.status import Meter, snapshot, table
-from dadplug.hub.wire.messages import Head, Kind, Refuse
+from dadplug.hub.wire.messages import Head, Kind
 from dadplug.tools.cli.commands import main
 
 ITEMS = [
@@ -75,14 +75,6 @@ def test_a_kit_that_works(hub, tmp_path, capsys):
     assert status == 1
     assert "does not have the host name that the site connects to" in text
     assert "--hub-name" in text
-
-
-def test_a_check_does_not_disturb_training(hub, tmp_path):
-    sites = together(hub)
-    assert findings(tmp_path / "kits" / "a")[-1].item == "rate"
-    sites[0].send(Kind.PAYLOAD, b"payload")
-    assert sites[1].take(Kind.PAYLOAD).body == b"payload"
-    assert not [line for line in hub.log if "left" in line]
 
 
 def test_one_check_a_site_at_a_time(hub, tmp_path):
@@ -273,14 +265,6 @@ def test_an_end_whose_openssl_ends_with_tls_1_2(tmp_path, monkeypatch, end, text
 # What is wrong with the kit
 
 
-def test_a_hub_of_another_authority(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        others = hub_kits.make(tmp_path / "others")
-        found = failure(others / "a", hub.address)
-    assert (found.item, "another authority" in found.text) == ("TLS", True)
-    assert "Use kits of one" in found.advice
-
-
 def test_certificates_that_have_expired_or_will_soon(hub, tmp_path):
     kits = tmp_path / "kits"
     provision.renew(kits, "a", days=10)
@@ -403,10 +387,3 @@ def test_the_handler_answers_and_is_bounded():
 def repeat(handler: CheckHandler, request: Frame) -> None:
     for _ in range(1001):
         handler.handle(*request)
-
-
-def test_a_site_that_asks_for_too_much_is_given_up(hub):
-    site = TestSite(hub.kit("a"), hub.address, "check")
-    assert not isinstance(site.answer, Refuse)
-    site.send(Kind.PAYLOAD, NUMBER.pack(MOST_BYTES + 1), tag=CheckRequest.DOWN)
-    until(lambda: not hub.hub.relay.sessions)

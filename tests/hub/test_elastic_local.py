@@ -131,27 +131,6 @@ def test_no_step_is_lost_or_counts_twice(tmp_path, options, lost, talks):
     counts(fleet, "abc", every, {"c": lost})
 
 
-@pytest.mark.parametrize("options", [AT_ONCE, LATER, AHEAD | {"fragments": 2, "delay": 1}])
-def test_sparse_deltas_of_sites_that_leave_and_are_late(tmp_path, options):
-    """Replicas are equal to the bit, and all that a site has done is in the model, or in its memory without decay."""
-    sparse = {"density": 0.5, "wire": "int2", "memory_decay": 1.0}
-    with sites_of(tmp_path, "abc", sparse | options | {"late": "skip", "site_timeout": 2.0}) as fleet:
-        fleet.start("a")
-        fleet.start("b", late=6, other=str(tmp_path / "a"))
-        fleet.start("c", leave=10)
-        fleet.end("c", -9)
-        fleet.await_step("a", 4)
-        fleet.start("c")
-        fleet.await_step("c", 10)
-        every = ends(fleet, "abc")
-    present = [every[number]["present"] for number in sorted(every)]
-    assert [0, 1] in present
-    assert any(1 not in each for each in present)
-    assert present[-1] == [0, 1, 2]
-    trained = len(fleet.written("b", "batch"))
-    assert every[max(every)]["contributions"]["1"] == trained * elastic_local.ROWS[1]
-
-
 @pytest.mark.parametrize("options", [AT_ONCE, LATER, AHEAD])
 def test_the_steps_of_a_late_site_count_later(tmp_path, options):
     with sites_of(tmp_path, "abc", options | {"late": "skip", "site_timeout": 2.0}, counts=True) as fleet:
@@ -376,21 +355,3 @@ def test_sites_without_a_hub_cannot_leave() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="min_sites needs a hub"):
         dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), min_sites=1)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_local_steps_go_on_while_the_hub_is_away_and_count_in_the_next_agreement(tmp_path, overlap):
-    """The hub is killed between two agreements, and away for the time of several."""
-    hub = MortalHub(tmp_path, "ab")
-    with sites_of(tmp_path, hub, {"overlap": overlap, "every": 60}, counts=True, pause=0.02) as fleet:
-        fleet.start("ab")
-        for name in "ab":
-            fleet.await_step(name, 2)
-        hub.kill()
-        for name in "ab":
-            fleet.await_step(name, fleet.written(name, "batch")[-1]["batch"] + 150, "batch")
-        assert max(fleet.lines("a")) == 2
-        hub.start()
-        fleet.await_step("a", 4)
-        counts(fleet, "ab", ends(fleet, "ab"))
-    assert "the hub is away: local steps go on" in fleet.printed("a")

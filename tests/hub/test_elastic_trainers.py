@@ -106,52 +106,28 @@ def test_the_first_site_hands_its_duties_on_and_gets_them_back(tmp_path):
     assert "sites: 2/2" in again or "sites=2/2" in again
 
 
-@pytest.mark.parametrize("leave", [3, 8])
-def test_a_validation_is_that_of_the_sites_that_are_left(tmp_path, leave):
-    with sites_of(tmp_path, "ab", stops=False, epochs=3) as fleet:
-        fleet.start("a", leave=leave, where="validation")
-        fleet.start("b")
-        fleet.end("a", -9)
-        fleet.end("b")
-    assert [*validations(fleet, "b")] == [0, 1, 2, 3]  # the last one after the fit
-    lines, measured = steps(fleet, "b"), validations(fleet, "b")[2]["metrics"]
-    assert [line["present"] for line in lines.values()] == [[0, 1]] * 12 + [[1]] * 6
-    model = net()
-    model.load_state_dict(torch.load(tmp_path / "b" / "model.pth", weights_only=True))
-    loss, accuracy = scores(model, [1])
-    assert [measured["loss"], measured["metric_loss"]] == pytest.approx([loss, loss], rel=1e-6)
-    assert measured["accuracy"] == pytest.approx(accuracy)
-    second = validations(fleet, "b")[1]["metrics"]
-    assert second["loss"] == pytest.approx(second["metric_loss"], rel=1e-6)  # each over the same sites throughout
-
-
-def test_a_state_of_another_site_names_no_file_that_lightning_removes(tmp_path):
-    kept = tmp_path / "files" / "kept"
-    kept.mkdir(parents=True)
-    with sites_of(tmp_path, "abc", epochs=10000, pause=0.03, names=str(kept.parent)) as fleet:
-        fleet.start("ab")
-        fleet.start("c", leave=LEAVES)
-        fleet.end("c", -9)
-        fleet.start("c")
-        told = fleet.end("c", 1)
-        fleet.stop()
-        fleet.end("ab")
-    assert "another site has sent a state of ModelCheckpoint" in told
-    assert kept.exists()
-
-
-def test_a_state_without_a_folder_names_no_file_elsewhere(tmp_path):
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"dirpath": None, "best_model_path": "/elsewhere/kept.ckpt"},
+        {"dirpath": "/elsewhere", "best_k_models": {"/elsewhere/kept": 9.0}},
+        {"dirpath": "/elsewhere", "last_model_path": "/elsewhere/../kept.ckpt"},
+        {"kth_best_model_path": "/elsewhere/kept.ckpt"},
+    ],
+    ids=["no folder", "no checkpoint", "outside", "another folder"],
+)
+def test_a_state_of_another_site_names_no_file_that_lightning_removes(tmp_path, lie):
     from dadplug.runners._lightning.elastic import ElasticFit
     from pytorch_lightning.callbacks import ModelCheckpoint
 
     callback = ModelCheckpoint(dirpath=tmp_path)
-    state = callback.state_dict() | {"best_model_path": "/elsewhere/kept.ckpt"}
-    del state["dirpath"]
+    state = {name: value for name, value in (callback.state_dict() | lie).items() if value is not None}
     fit = ElasticFit(None, SimpleNamespace(callbacks=[callback]), None)
     fit._parts, fit.joined = dict, {"parts": {}, "callbacks": {callback.state_key: state}}
-    with pytest.raises(MismatchError, match=r"with the file '/elsewhere/kept\.ckpt'"):
+    with pytest.raises(MismatchError, match=r"another site has sent a state of .* with the file '/elsewhere/"):
         fit.restore(None)
     assert not callback.best_model_path
+    assert Path(callback.dirpath) == tmp_path
 
 
 def test_states_of_trainers_are_checked_by_the_types_of_their_entries():
@@ -348,6 +324,18 @@ def test_a_state_of_another_site_sets_no_other_attribute_of_a_runner():
 # Local steps in trainers over a hub
 
 
+TRAINERS = {
+    "lightning": ("pytorch_lightning", PROGRAM, {}),
+    "catalyst": ("catalyst", elastic_catalyst.__file__, {"returns": True}),
+}
+
+
+def trainers_of(trainer: str, folder: Path, hub: Any, **settings: object) -> Fleet:
+    package, program, fields = TRAINERS[trainer]
+    support.need(package)
+    return Fleet(folder, hub, program, [package], key="number", **fields, **settings)
+
+
 def agree_after_rounds(lines: dict[str, dict[int, dict]]) -> list[list[int]]:
     """Check that sites that take part in an agreement are equal after it; return who did, by agreement."""
     ended: dict[int, tuple[str, list[int]]] = {}
@@ -362,64 +350,43 @@ def agree_after_rounds(lines: dict[str, dict[int, dict]]) -> list[list[int]]:
     return [ended[number][1] for number in sorted(ended)]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_local_steps_in_lightning_go_on_and_a_site_returns(tmp_path, overlap):
-    with sites_of(tmp_path, "abc", epochs=10000, pause=0.03, every=4, overlap=overlap) as fleet:
-        leave_and_return(fleet, "abc", "c", 7)
-    lines = {name: steps(fleet, name) for name in "abc"}
-    for name in "bc":
-        for number, line in lines[name].items():
-            for what in ("step", "epoch", "batch", "lr"):
-                assert line[what] == lines["a"][number][what], (name, what, line)
-    for line in lines["c"].values():  # the position in its data, too
-        (inputs, _), _ = batch_of(2, line["batch"], len(batches_of(0)))
-        assert line["first"] == float(inputs[0, 0])
-    if not overlap:  # with it, each site has steps beside the agreed model
-        present = agree_after_rounds(lines)
-        assert [0, 1] in present
-        assert [present[0], present[-1]] == [[0, 1, 2]] * 2
-    results = fleet.results("abc")
-    assert all(result == results[0] for result in results)
-    last = max(validations(fleet, "a"))
-    assert validations(fleet, "c")[last] == validations(fleet, "a")[last]
-    checkpoint = torch.load(tmp_path / "a" / "checkpoints" / "last.ckpt", weights_only=False)
-    assert all(state["local"]["steps"] for state in checkpoint["dadplug"])
+def results_at_the_end(fleet: Fleet, names: str) -> list[dict]:
+    """Return the results of sites without the epochs in which one of them was away."""
+    return [
+        each | ({"epochs": each["epochs"][-1]["metrics"]} if "epochs" in each else {}) for each in fleet.results(names)
+    ]
 
 
-def test_local_steps_in_catalyst_go_on_and_a_site_returns(tmp_path):
-    with catalyst_sites_of(tmp_path, "abc", epochs=10000, returns=True, every=4) as fleet:
+@pytest.mark.parametrize(("trainer", "overlap"), [("catalyst", False), ("lightning", False), ("lightning", True)])
+def test_local_steps_go_on_and_a_site_returns(tmp_path, trainer, overlap):
+    settings = {"pause": 0.03} if trainer == "lightning" else {}
+    with trainers_of(trainer, tmp_path, "abc", epochs=10000, every=4, overlap=overlap, **settings) as fleet:
         leave_and_return(fleet, "abc", "c", 9)
     lines = {name: fleet.lines(name) for name in "abc"}
     for number, line in lines["c"].items():
         for what in ("epoch", "batch", "lr"):
             assert line[what] == lines["a"][number][what], (what, line)
-        (inputs, _), _ = elastic_data.batch_of(2, line["batch"], 6)
+        (inputs, _), _ = batch_of(2, line["batch"], len(batches_of(0)))  # the position in its data, too
         assert line["first"] == float(inputs[0, 0])
-    present = agree_after_rounds(lines)
-    assert [0, 1] in present
-    assert present[-1] == [0, 1, 2]
-    results = fleet.results("abc")
-    assert all(result["digest"] == results[0]["digest"] for result in results)
-    assert all(result["epochs"][-1]["metrics"] == results[0]["epochs"][-1]["metrics"] for result in results)
+    if not overlap:  # with it, each site has steps beside the agreed model
+        present = agree_after_rounds(lines)
+        assert [0, 1] in present
+        assert present[-1] == [0, 1, 2]
+    results = results_at_the_end(fleet, "abc")
+    assert all(result == results[0] for result in results)
 
 
 # Trainers over a hub that is killed and started again, with a late site, and one that the hub gives up
 
 
 KNOWN = 8  # steps after which the hub knows how long one takes
-TRAINERS = {
-    "lightning": ("pytorch_lightning", PROGRAM, {}),
-    "catalyst": ("catalyst", elastic_catalyst.__file__, {"returns": True}),
-}
 
 
 @pytest.mark.parametrize("trainer", [*TRAINERS])
 def test_a_trainer_goes_on_after_each_interruption(tmp_path, trainer):
-    package, program, fields = TRAINERS[trainer]
-    support.need(package)
     hub = MortalHub(tmp_path, "ab")
-    settings = {"mode": "dad", "epochs": 10000, "late": "skip", "site_timeout": 3.0, **fields}
-    with Fleet(tmp_path, hub, program, [package], key="number", **settings) as fleet:
+    settings = {"mode": "dad", "epochs": 10000, "late": "skip", "site_timeout": 3.0}
+    with trainers_of(trainer, tmp_path, hub, **settings) as fleet:
         fleet.start("a")
         fleet.start("b", hold=str(tmp_path / "hold"))
         fleet.await_step("a", 4)

@@ -3,11 +3,9 @@
 import hub_kits
 import pytest
 from key_groups import Group, opened
-from support import refuses
 
 from dadplug.errors import SealingError
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.secure.epochs import REKEY
 from dadplug.hub.secure.sealing import Sealer, derive
 from dadplug.hub.wire.messages import Head, Kind
 
@@ -24,21 +22,6 @@ def altered(content: bytes, place: int, mask: int = 1) -> bytes:
     changed = bytearray(content)
     changed[place] ^= mask
     return bytes(changed)
-
-
-def test_a_site_that_has_left_opens_nothing_that_came_after(kits):
-    group = Group(kits, (0, 1, 2))
-    group.everyone_reads(1)
-    left = group.leave(2)
-    rekey, frame = group.seal(0, 2)
-    assert rekey.head.exchange == REKEY
-    refuses(
-        (lambda: left.open(rekey.head, rekey.body), r"site 0 \(a\): it has been shown other members than this site"),
-        (lambda: left.open(frame.head, frame.body), "is not what it has sent at this place"),
-        error=SealingError,
-    )
-    # Nor by the keys that it has: those of the sender's last chain give other ciphers.
-    assert left._receptions[0].opener._chain.at(2).key != group.sites[0]._sealer.chain.key
 
 
 def test_a_site_that_has_left_gets_no_key_even_if_it_pretends_to_know_of_the_change(kits):

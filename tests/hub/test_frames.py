@@ -103,15 +103,6 @@ def test_pieces_of_payloads_may_be_shorter_than_those_of_summands():
         assert lengths == [1, most, most, 1, most, most, most]
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 5])
-def test_a_message_is_cut_into_pieces_and_put_together_again(size):
-    content = random.Random(size).randbytes(size)
-    head = Head(Kind.PAYLOAD, 2, step=9, exchange=4)
-    received = read(packed(head, content))
-    assert b"".join(frame.body for frame in received) == content
-    assert len(received) == -(-size // PIECE_BYTES)
-
-
 @given(st.binary(max_size=300))
 @example(b"\xd9\xda\x02" + b"\xff" * 29)
 @example(pickle.dumps({"a": 1}) * 10)

@@ -115,17 +115,6 @@ def test_gathers_into_one_tensor_and_into_views(together):
     assert together(site) == [([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])] * WORLD
 
 
-def test_a_broadcast_comes_from_its_root(together):
-    def site(group):
-        tensor = torch.arange(4.0).reshape(2, 2) * (group.rank() + 1)
-        scalar = torch.tensor(group.rank())
-        group.broadcast([tensor], options(c10d.BroadcastOptions, rootRank=2)).wait()
-        group.broadcast([scalar], options(c10d.BroadcastOptions, rootRank=1)).wait()
-        return tensor.tolist(), int(scalar)
-
-    assert together(site) == [([[0.0, 3.0], [6.0, 9.0]], 1)] * WORLD
-
-
 def test_gather_scatter_and_reduce_have_a_root(together):
     def site(group):
         rank = group.rank()
@@ -434,6 +423,3 @@ def test_a_site_that_returns_takes_part_in_collectives_after_its_first_step(tmp_
             assert process.wait(200) == 0, process.read()
             assert process.read()[0].endswith("complete\n")
         assert "it may not exchange anything before it has called synchronize()" in again.read()[0]
-
-
-# Training over a hub, in every mode: the same parameters as over connections between the sites

@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import hub_kits
 import pytest
-from cutting_relay import CuttingRelay
 from running_hub import TIMEOUT, TestSite, close_step, exchange, running_hub, together, until
 from support import refuses
 
@@ -27,7 +26,6 @@ from dadplug.hub.wire.messages import (
     OLDEST_VERSION,
     PIECE_BYTES,
     VERSION,
-    Accept,
     Close,
     Drop,
     Head,
@@ -39,21 +37,9 @@ from dadplug.hub.wire.messages import (
     Start,
     Welcome,
     pack_control,
-    read_control,
 )
 from dadplug.parameter_server import streams
 from dadplug.parameter_server.service import SequencerHost
-
-
-def test_training_starts_once_all_sites_are_here(hub):
-    a = TestSite(hub.kit("a"), hub.address)
-    assert a.answer == Welcome(False, 0, 2, 60_000, 5_000)
-    assert a.action(Accept).slot == 0
-    assert a.action(Pause).reason == "waiting for b"
-    b = TestSite(hub.kit("b"), hub.address)
-    for site in (a, b):
-        assert site.action(Start).position.step == 0
-        assert [site.action(Join).slot for _ in range(2)] == [0, 1]
 
 
 def test_the_first_bytes_of_a_message_arrive_before_its_last_ones_are_sent(hub):
@@ -112,19 +98,6 @@ def test_a_second_run_starts_on_the_same_hub_once_the_first_has_ended(hub, steps
     exchange(a, b)
 
 
-def test_a_site_that_does_not_dial_again_is_dropped_after_the_grace(tmp_path):
-    with running_hub(tmp_path / "kits", grace=0.3) as hub:
-        a, b = together(hub)
-        a.cut()
-        drop = b.action(Drop)
-        assert drop.slot == 0
-        assert "its connection was lost" in drop.reason
-        assert "not reconnected within 0.3 s" in drop.reason
-        a.dial()
-        assert isinstance(a.answer, Refuse)
-        assert "the hub has given this site up: its connection was lost" in a.answer.reason
-
-
 def test_a_name_used_twice_is_refused_with_the_reason_on_both_ends(hub):
     a, _ = together(hub)
     second = TestSite(hub.kit("a"), hub.address)
@@ -144,16 +117,6 @@ def test_a_new_process_takes_the_place_of_one_whose_connection_is_lost_at_once(h
     hub.await_line("connection to a (training) lost")
     assert isinstance(TestSite(hub.kit("a"), hub.address).answer, Welcome)
     assert b.action(Drop) == Drop(0, 1, "another process has connected as this site")
-
-
-def test_both_ends_acknowledge_what_they_have_received(hub):
-    a, b = together(hub)
-    a.send(Kind.PAYLOAD, bytes(5_000_000))
-    until(lambda: a.pump() or a.queue.nbytes < 2_000_000)
-    b.message(5_000_000)
-    assert hub.hub.relay.sessions["training", 1].queue.nbytes > 5_000_000
-    b.ping()
-    until(lambda: hub.hub.relay.sessions["training", 1].queue.nbytes == 0)
 
 
 def test_the_kit_of_a_site_and_foreign_addresses_are_refused(tmp_path):
@@ -300,57 +263,6 @@ def test_frames_that_a_site_may_not_send_end_its_session_with_the_reason(hub, ch
     site = sites[0] if channel == "training" else TestSite(hub.kit("a"), hub.address, channel)
     site.send(kind, b"content", slot=slot)
     assert reason in site.action(Drop).reason
-
-
-def test_a_connection_that_is_cut_at_any_byte_loses_and_doubles_nothing(hub):
-    """A relay cuts the connection of a, in the handshake, in heads, in bodies and between frames."""
-    cuts = [(0, 1), (1, 500), *((number % 2, each) for number, each in enumerate(range(1500, 5000, 97)))]
-    cuts += [(number % 2, each) for number, each in enumerate(range(PIECE, 3 * PIECE, 9973))]
-    count = len(cuts)
-    b = TestSite(hub.kit("b"), hub.address)
-    with CuttingRelay(hub.address) as link:
-        link.cut_after(*cuts.pop(0))
-        a = TestSite(hub.kit("a"), link.address)
-        a.redials = True
-        for site in (a, b):
-            site.action(Start)
-        step = 0
-        while link.cuts < count:
-            step += 1
-            assert step < 10 * count, "the relay does not cut"
-            if cuts and link.cuts == count - len(cuts):
-                link.cut_after(*cuts.pop(0))
-            exchange_while_cut(a, b, step)
-    assert hub.hub.relay.run.membership.step == step
-
-
-def exchange_while_cut(a: TestSite, b: TestSite, step: int) -> None:
-    """Exchange payloads and close a step; a connects again whenever its connection is lost."""
-    contents = {site.slot: os.urandom(3 * PIECE + 17) for site in (a, b)}
-    for site in (a, b):
-        site.send(Kind.PAYLOAD, contents[site.slot], wait=False, step=step)
-        site.send(Kind.END, wait=False, step=step)
-    got = {a: b"", b: b""}
-    closed: set[TestSite] = set()
-    while len(closed) < 2:
-        for site in (a, b):
-            site.ping()
-            if site.lost is not None:
-                assert site is a
-                site.dial()
-                assert site.answer.resumed
-            for frame in site.taken:
-                if frame.head.kind is Kind.PAYLOAD:
-                    assert frame.head.offset == len(got[site])
-                    assert site not in closed
-                    got[site] += frame.body
-                elif (action := read_control(frame.body, 2)) == Close(step, (0, 1)):
-                    closed.add(site)
-                else:
-                    assert not isinstance(action, Drop), action
-            site.taken.clear()
-        time.sleep(0.005)  # more pings are a flood, and read slowly
-    assert got == {a: contents[1], b: contents[0]}
 
 
 # Connections to the hub that are refused: the reason is known at both ends, and members go on

@@ -20,7 +20,7 @@ from cutting_relay import CuttingRelay
 from hub_sites import TIMEOUT, link_all, receive, send, transports
 from running_hub import TestSite, running_hub, together, until
 
-from dadplug.adapm import ParameterManager, backends
+from dadplug.adapm import backends
 from dadplug.errors import SiteError
 from dadplug.exchange import network
 from dadplug.hub.server.session import HubStreams
@@ -159,18 +159,6 @@ def test_short_outages_lose_nothing(cut, seed):
         relay.cut_after(chance.randrange(2), chance.choice((1, 40, 5_000, 700_000)))
         exchange_all(sockets, 1_000_000, 100 * seed + number)
         assert relay.cuts > before
-
-
-def test_what_is_sent_during_an_outage_arrives_after_it(cut):
-    sites, relay = cut
-    sockets = sites.open()
-    relay.cut(refuse=True)
-    until(lambda: all(each.outage for each in sites.tunnels))
-    for each in (b"ping", b"pong"):
-        assert sockets[0][1].send(each) == 4
-    assert not select.select([sockets[1][0]], [], [], 0.2)[0]
-    relay.refuse = False
-    assert receive(sockets[1][0], 8) == b"pingpong"
 
 
 def test_the_end_of_a_stream_comes_after_its_bytes(three):
@@ -420,25 +408,6 @@ def test_sums_are_exact_while_connections_are_cut(tmp_path, run):
         close(links)
     assert all(isinstance(each, dict) for each in results), results
     assert cuts >= 6
-
-
-def test_several_managers_share_a_connection(tmp_path, run):
-    def train():
-        with ParameterManager(timeout=200) as first, ParameterManager(timeout=200) as second:
-            tables = [each.table("values", 2, rows=100) for each in (first, second)]
-            keys = STRESS.torch.arange(100)
-            for number, table in enumerate(tables):
-                table.push(keys, STRESS.torch.full((100, 2), number + 1.0))
-            for manager in (first, second):
-                manager.wait_sync(everywhere=True)
-            return [table.pull(keys).unique().tolist() for table in tables]
-
-    with running_hub(tmp_path / "kits", NAMES) as hub:
-        links = link_all(hub, 3)
-        assert run(links, train) == [[[3.0], [6.0]]] * 3
-        assert len({id(each) for each in tunnels._tunnels.values()}) >= 3
-        assert {channel for channel, _ in hub.hub.relay.sessions} == {"training", "parameters"}
-        close(links)
 
 
 # Programs with a parameter manager at sites with kits: no ports, and errors that name who is at fault

@@ -68,11 +68,6 @@ def test_without_staleness_it_has_the_bits_of_the_reduction_over_a_hub(joined):
     assert 0 <= found[0]["oldest"] <= 4
 
 
-def test_the_others_go_on_without_a_killed_site_over_a_hub(tmp_path):
-    with running_hub(tmp_path / "kits", NAMES) as hub, support.Sites(3, kits=kits(hub)) as group:
-        ON_ONE_NETWORK.check_others_go_on(group, 3)
-
-
 def test_a_killed_site_returns_over_a_hub(tmp_path):
     with running_hub(tmp_path / "kits", NAMES) as hub:
         RETURNING.check_return(tmp_path, kits(hub), quorum=2, late="keep")

@@ -47,20 +47,6 @@ class Slow(pl.Callback):
         time.sleep(0.005 * trainer.global_rank)
 
 
-@support.at_sites(2)
-def test_every_module_with_one_optimizer_trains() -> None:
-    for name in zoo.AUTOMATIC:
-        watch = Watch()
-        strategy = ParameterServerStrategy("rankdad", rank=2, wire="int8", staleness=4)
-        _, current = zoo.fit(name, strategy, callbacks=[watch, Slow()], num_sanity_val_steps=1, gradient_clip_val=1.0)
-        assert watch.found == [None] * 3, name
-        assert watch.versions[0] == {0}
-        assert all(len(each) == 1 for each in watch.versions)
-        server = current.strategy.server
-        assert 0 < server.version <= 2 * current.global_step  # contributions may be committed together
-        assert server.first_difference() is None
-
-
 class Logging(zoo.Metrics):
     """Counts its own batches, and logs a metric of all sites in each step."""
 

@@ -142,14 +142,6 @@ def test_a_hundred_equal_concurrent_requests_make_one_call():
         assert model.samples == 2
 
 
-def test_without_a_cache_each_request_calls_the_model():
-    model = doubling()
-    with patient_predictor({"m": model}, task="regression", cache_bytes=0) as predictor:
-        for _ in range(3):
-            predictor.predict([1.0, 2.0])
-    assert model.samples == 3
-
-
 def test_failures_are_not_cached():
     fail = [True]
 
@@ -174,19 +166,6 @@ def test_an_output_that_a_client_has_cannot_be_written_to():
         output = predictor.predict([1.0]).output
     with pytest.raises(ValueError, match="read-only"):
         output[0] = 5
-
-
-def test_zipf_requests_with_a_cache_of_a_tenth_of_the_keys_halve_the_calls():
-    rng, keys = np.random.default_rng(0), 1000
-    drawn = rng.zipf(1.2, size=20_000)
-    drawn = drawn[drawn <= keys][:3000]
-    model = doubling()
-    entry = 400 + 4
-    with patient_predictor({"m": model}, task="regression", cache_bytes=keys // 10 * entry) as predictor:
-        for each in drawn:
-            assert predictor.predict([float(each)]).output == 2 * each
-        assert predictor.status()["cache"]["bytes"] <= keys // 10 * entry
-    assert model.samples < len(drawn) / 2
 
 
 # Requests that are equal to earlier ones byte by byte: answered without parsing, as if they were parsed

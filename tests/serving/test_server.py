@@ -259,13 +259,6 @@ def test_only_the_input_at_fault_fails():
     assert all(answers[number].output[0] == number for number in range(30) if number != 13)
 
 
-def test_a_shape_that_was_never_answered_is_the_inputs_fault():
-    with patient_predictor({"m": torch.nn.Linear(3, 2)}) as predictor:
-        with pytest.raises(InputError, match=r"does not answer inputs of shape \(5,\)"):
-            predictor.predict([1.0] * 5)
-        assert predictor.predict([1.0] * 3).model == "m"
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
