@@ -141,7 +141,8 @@ class Simulation:
         overlap: whether deltas are in transit during the next steps.
         outer_lr: outer learning rate; None: 1, and by the agreement of signs with a density.
         outer_momentum: outer momentum.
-        density: density of sparse deltas; None for dense ones.
+        density: density of sparse deltas, or a function of the agreement; None for dense ones.
+        memory_decay: share of a memory that is left at the next agreement.
         weighting: "uniform" where all sites weigh the same.
     """
 
@@ -154,7 +155,8 @@ class Simulation:
         overlap: bool = True,
         outer_lr: float | None = None,
         outer_momentum: float = 0.0,
-        density: float | None = None,
+        density: float | Callable[[int], float] | None = None,
+        memory_decay: float = 0.95,
         weighting: str = "samples",
     ) -> None:
         self.sites = [Site(build(), adam) for _ in range(count)]
@@ -165,7 +167,7 @@ class Simulation:
         self.rows = torch.zeros(fragments, count, dtype=torch.float64)
         self.every = every if callable(every) else lambda _: every
         self.delay, self.overlap, self.uniform = delay, overlap, weighting == "uniform"
-        self.lr, self.mu, self.density = outer_lr, outer_momentum, density
+        self.lr, self.mu, self.density, self.decay = outer_lr, outer_momentum, density, memory_decay
         self.memories = [torch.zeros_like(self.agreed) for _ in range(count)]
         self.number, self.pending, self.last = 0, None, 0
 
@@ -230,9 +232,9 @@ class Simulation:
         for size in SHAPES.values():
             own = slice(first, first + size)
             if mask[first]:
-                code = SparseCode(size, self.density)
+                code = SparseCode(size, self.density(self.number) if callable(self.density) else self.density)
                 room = torch.zeros(code.nbytes, dtype=torch.uint8)
-                code.encode(delta[own].clone(), self.memories[rank][own], 0.95, room)
+                code.encode(delta[own].clone(), self.memories[rank][own], self.decay, room)
                 code.decode(room, sent[own], 1.0)
             first += size
         return sent

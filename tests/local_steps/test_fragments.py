@@ -19,14 +19,22 @@ def widening(step: int) -> int:
     return 2 if step < 4 else 5
 
 
+def thinning(agreement: int) -> float:
+    return 0.5 if agreement < 2 else 0.05
+
+
+SPARSE = {"every": 3, "overlap": False, "density": 0.1, "wire": "int2"}
 WHOLE = [
-    {"every": 4, "overlap": False},
+    {"every": 4, "overlap": False, "fused": True},
     {"every": 4, "overlap": False, "outer_lr": 0.7, "outer_momentum": 0.9},
-    {"every": 4},
+    {"every": 4, "fused": True},
     {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9},
     {"every": 4, "weighting": "uniform"},
     {"every": 4, "delay": 2},
     {"every": widening, "overlap": False},
+    SPARSE | {"outer_lr": 1.5},
+    SPARSE | {"memory_decay": 0.5, "weighting": "uniform"},
+    SPARSE | {"overlap": True, "density": thinning},
 ]
 CASES = [
     {"fragments": 2, "every": 4},
@@ -41,7 +49,7 @@ CASES = [
 def simulation_of(options: dict, count: int = 2) -> Simulation:
     if "density" in options and "delay" not in options:
         options = options | {"delay": max(1, options["every"] // 4)}
-    return Simulation(count, **{name: each for name, each in options.items() if name != "wire"})
+    return Simulation(count, **{name: each for name, each in options.items() if name not in ("wire", "fused")})
 
 
 def equals_the_simulation(cases: list[dict]) -> None:
@@ -106,16 +114,16 @@ def test_a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
         ends_equal(local)
 
 
-@pytest.mark.parametrize("finish_after", [9, 2])
+@pytest.mark.parametrize(("finish_after", "fused"), [(9, False), (2, True)])
 @support.at_sites(2)
-def test_local_steps_begin_after_synchronous_ones_which_a_site_may_not_finish(finish_after: int) -> None:
+def test_local_steps_begin_after_synchronous_ones_which_a_site_may_not_finish(finish_after: int, fused: bool) -> None:
     """Three synchronous steps, which are those of one process with all rows, then local ones."""
     site, simulation = dist.get_rank(), Simulation(2, every=4)
     for step in range(7):
         take = simulation.synchronous_step if step < 3 else simulation.step
         take(step, (8, 5 if step < finish_after else 0))
     simulation.finish(7)
-    local = local_steps(site, every=4, warm_up=3, warm_up_mode="dad")
+    local = local_steps(site, every=4, warm_up=3, warm_up_mode="dad", fused=fused)
     train(local, range(7 if site == 0 else min(7, finish_after)), site, ROWS[site])
     local.finish()
     assert local.steps == 7

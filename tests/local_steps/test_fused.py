@@ -23,34 +23,6 @@ LINEAR = ("0.weight", "2.weight", "4.weight")
 
 
 @support.at_sites(2)
-def test_rounds_are_those_of_ordinary_steps() -> None:
-    """Compare with ordinary steps after every agreement."""
-    site = dist.get_rank()
-    for options in (
-        {"outer_lr": 0.7, "outer_momentum": 0.9},
-        {"overlap": False, "weighting": "uniform"},
-        {"rank": 2, "overlap": False},
-        {"rank": 2, "wire": "int8"},
-        {"warm_up": 4, "warm_up_mode": "dad"},
-    ):
-        models = [build(site), build(site)]
-        locals_ = [
-            LocalSGD(model, adam(model.parameters()), every=3, fused=fused, **options)
-            for model, fused in zip(models, (True, False))
-        ]
-        for first in range(0, 12, 3):
-            for local in locals_:
-                train(local, range(first, first + 3), site, 8 - 3 * site)
-            assert off_by(vector(models[0]), vector(models[1])) < 1e-12, options
-            if not options.get("overlap", True):
-                assert locals_[0].first_difference() is None
-        assert locals_[0].remarks == ("fused steps: yes",)
-        for local in locals_:
-            ends_equal(local)
-        assert off_by(vector(models[0]), vector(models[1])) < 1e-12, options
-
-
-@support.at_sites(2)
 def test_one_site_may_fuse_alone() -> None:
     """Sites need not fuse alike: one of them may not be able to."""
     site = dist.get_rank()
@@ -349,17 +321,3 @@ def test_what_is_not_fused_has_a_reason(pairs):
     local.detach()
     with pytest.raises(ValueError, match="fused must be True or False"):
         LocalSGD(hooked.model, hooked.optimizer, fused=1)
-
-
-def test_a_run_resumes_to_the_bit(pairs):
-    def make():
-        pair = pairs(build(0, torch.float32))
-        return pair.model, pair.optimizer, pair.local
-
-    straight, first, again = make(), make(), make()
-    train(straight[2], range(7), 0)
-    train(first[2], range(3), 0)
-    for each, state in zip(again, [copy.deepcopy(each.state_dict()) for each in first]):
-        each.load_state_dict(state)
-    train(again[2], range(3, 7), 0)
-    assert torch.equal(vector(straight[0]), vector(again[0]))

@@ -142,6 +142,14 @@ def test_a_hundred_equal_concurrent_requests_make_one_call():
         assert model.samples == 2
 
 
+def test_without_a_cache_each_request_calls_the_model():
+    model = doubling()
+    with patient_predictor({"m": model}, task="regression", cache_bytes=0) as predictor:
+        for _ in range(3):
+            predictor.predict([1.0, 2.0])
+    assert model.samples == 3
+
+
 def test_failures_are_not_cached():
     fail = [True]
 
