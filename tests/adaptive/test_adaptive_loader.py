@@ -99,6 +99,21 @@ def test_without_autoscaling_it_divides_as_a_data_loader_does():
     assert data.max_batch_size is None
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_every_sample_is_used_once_while_the_batch_grows(gradients, options):
+    data = loader(1200 if not options else 400, shuffle=True, **options)
+    data.autoscale_batch_size(256, (2, 200), reduction=gradients)
+    for _ in dadplug.remaining_epochs_until(2):
+        seen = train(data, gradients)
+        assert sorted(flat(seen)) == list(range(len(data.dataset)))
+    sizes = [*map(len, seen)]
+    assert max(sizes) == data.current_batch_size > 16
+    assert sizes[0] > 8
+    assert data.goodput > 0
+    assert gradients.noise.base_batch == 8
+    assert data.progress == pytest.approx(1.5 * gradients.traffic.steps)
+
+
 def test_a_change_takes_effect_in_the_next_step_and_the_length_follows(gradients):
     data = loader(600, num_workers=1)
     data.autoscale_batch_size(64, reduction=gradients)
@@ -352,6 +367,13 @@ def all_batches(schedule: Schedule) -> list[list[list[int]]]:
     return [batches(schedule, member) for member in range(len(schedule.sizes))]
 
 
+@given(lengths, batch_sizes)
+def test_each_sample_is_in_one_batch_of_one_site(length, sizes):
+    found = all_batches(Schedule(length, 0, sizes))
+    assert sorted(sample for site in found for batch in site for sample in batch) == list(range(length))
+    assert all(batch for site in found for batch in site)
+
+
 @given(lengths, st.integers(1, 9), st.integers(1, 5))
 def test_sites_have_equally_many_batches_of_at_most_one_sample_more(length, size, count):
     schedule = Schedule(length, 0, (size,) * count)
@@ -386,6 +408,10 @@ def test_drop_last_leaves_only_full_batches(length, used, sizes):
     full = (length - schedule.used) // sum(sizes)
     assert [[len(batch) for batch in site] for site in found] == [[size] * full for size in sizes]
     assert schedule.used_after(full) == schedule.used + full * sum(sizes)
+
+
+def test_one_site_has_the_batches_of_a_data_loader():
+    assert [len(batch) for batch in batches(Schedule(70, 0, (16,)), 0)] == [16, 16, 16, 16, 6]
 
 
 def test_the_order_is_a_permutation_that_depends_on_seed_epoch_and_pass():

@@ -52,6 +52,13 @@ def test_a_batch_is_divided_so_that_the_slowest_ends_first(drawn, data):
             assert end(moved) >= end(sizes) * (1 - 1e-6) - 1e-9
 
 
+def test_a_site_four_times_faster_gets_four_times_the_samples():
+    assert divide(100, [0.0, 0.0], [1.0, 0.25], [(1, 1000)] * 2) == [20, 80]
+    assert divide(100, [0.0, 0.0], [1.0, 0.25], [(30, 1000)] * 2) == [30, 70]
+    assert divide(100, [10.0, 0.0], [1.0, 1.0], [(1, 1000)] * 2) == [45, 55]
+    assert divide(9, [0.0] * 3, [0.0] * 3, [(1, 9)] * 3) != []
+
+
 TRUE = StepModel(
     (SiteCosts(0.010, 1e-4, 2e-5, 1000.0, 100.0), SiteCosts(0.012, 4e-4, 2e-5, 1000.0, 100.0)),
     ExchangeCosts(0.004, 1e-6, 1.5),
@@ -115,6 +122,12 @@ def test_a_larger_batch_is_tried_before_its_time_is_known():
     assert choose(model, one.split, [32], limits(), 20.0)[0].batch == 64
     assert choose(model, one.split, [32], limits(), 1.0)[0].batch == 32
     assert choose(model, one.split, [32, 64], limits(), 20.0)[0].batch == 32
+
+
+def test_a_site_alone_is_fitted():
+    alone = StepModel((SiteCosts(0.01, 1e-3),), ExchangeCosts(0.0, 0.0))
+    model = fit([measured(BatchSplit((rows,)), alone) for rows in (8, 16)], [(0.0, 0.0)])
+    assert model.seconds(BatchSplit((100,))) == pytest.approx(0.11, rel=0.01)
 
 
 FIXED = (2e-3, 20e-3)

@@ -132,6 +132,21 @@ def test_the_uninterrupted_report_is_what_the_program_adds_up():
     assert report["middle"] == 1
 
 
+def test_a_restart_repeats_no_batch_before_the_checkpoint(tmp_path):
+    crash = Crashes(2 * 3 + 1)  # the first call, and two a batch: in the fourth batch
+    with pytest.raises(Crash):
+        train(tmp_path / "run", 2, crash)
+    reset_progress()
+    model, seen = Model(), []
+    for epoch in dadplug.remaining_epochs_until(1, checkpoint=tmp_path / "run", state={"model": model}):
+        before = [batch for _, batch in model.trained]
+        seen += [samples.tolist() for (samples,) in loader(shuffle=True)]
+        assert epoch == 0
+    assert len(before) == 2
+    assert len(seen) == 2
+    assert sorted(sample for batch in before + seen for sample in batch) == list(range(10))
+
+
 def test_epochs_go_on_where_the_last_loop_ended():
     assert list(dadplug.remaining_epochs_until(3)) == [0, 1, 2]
     assert list(dadplug.remaining_epochs_until(3)) == []

@@ -134,6 +134,16 @@ def test_bytes_of_a_stranger_raise_value_errors_only(content):
         decodes_or_raises(whole)
 
 
+@settings(deadline=None, max_examples=500)
+@given(anything, st.data(), st.booleans())
+def test_a_damaged_message_raises_value_errors_only(item, data, compact):
+    content = bytearray(codec.encode(item, compact))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)))]
+    decodes_or_raises(content)
+
+
 @pytest.mark.parametrize("tag", [b"L", b"U", b"D", b"S", b"s", b"b", b"i", b"T", b"A", b"R", b"H"])
 @pytest.mark.parametrize("size", [1 << 31, 1 << 62, (1 << 64) - 1])
 def test_sizes_are_checked_before_anything_is_allocated(tag, size):

@@ -1,21 +1,24 @@
 """Training that goes on while sites leave and come: the same bits as with a site that is idle in these steps."""
 
 import re
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import support
 import torch
 from cutting_relay import relayed_hub
 from fleet import ENDED, Fleet, idles, presence, same_bits
-from running_hub import TestSite, add_site, until
+from running_hub import RunningHub, TestSite, add_site, until
 from sealed_sites import sealed_hub
 from support import refuses
 from torch import nn
 
+import dadplug
 from dadplug import GradientReduction
-from dadplug.errors import SiteError
+from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
 from dadplug.hub.site import rounds as rounds_module
@@ -24,9 +27,12 @@ from dadplug.hub.site.history import RoundHistory
 from dadplug.hub.site.inbox import StateRequests
 from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.wire.messages import (
+    Grow,
     Pause,
     SendState,
     own_release,
+    pack_control,
+    read_control,
 )
 from dadplug.options import Options
 from dadplug.step.model_sync.sameness import largest_state
@@ -93,6 +99,23 @@ def test_sites_that_join_or_are_late_go_on_with_the_rank_that_the_others_have_ch
     assert {joined[step]["rank"] for step in range(10, max(joined) + 1) if step in joined} == {4}
     assert lines[9]["bytes"][1] < 0.7 * lines[6]["bytes"][1]
     assert (2 in present[7]) == (late == "wait")
+
+
+def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
+    """A site is killed, and its new process gets model, optimizer and step; then it is stopped, and joins again."""
+    with Fleet(tmp_path, "ab", mode="rankdad", site_timeout=5.0, pause=0.03, wraps=True) as fleet:
+        fleet.start("a")
+        fleet.lose("b", leave=LEAVES, how="late")
+        fleet.hub.await_line("b joins", ENDED)
+        fleet.await_more("b", 2, "a")
+        fleet.freeze("b")
+        fleet.hub.await_line("b has left: silent for 5 s", ENDED)
+        fleet.await_more("a", 3)
+        fleet.thaw("b")
+        fleet.await_joins("b", 2)
+        lines, present = fleet.finish("ab")
+    assert list(present.values()).count([0]) >= 4
+    same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="rankdad"))
 
 
 def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
@@ -204,6 +227,13 @@ def test_tables_that_are_spread_over_the_sites_are_refused():
         GradientReduction(model, "dsgd", min_sites=1)
 
 
+@support.at_sites(2)
+def test_sites_without_a_hub_cannot_leave() -> None:
+
+    with pytest.raises(ValueError, match="min_sites needs a hub"):
+        dadplug.GradientReduction(torch.nn.Linear(2, 2), "dsgd", min_sites=1)
+
+
 def test_trainers_that_need_all_sites_say_so():
     pytest.importorskip("catalyst")
     pytest.importorskip("pytorch_lightning")
@@ -298,18 +328,22 @@ def missed(log: list[str], name: str) -> set[int]:
     return {step for first, last in ranges for step in range(first, last + 1)}
 
 
-def trains_with_a_late_site(folder: Path, **case: object) -> tuple[list[dict[int, dict]], list[str]]:
+def trains_with_a_late_site(folder: Path, returns: bool, **case: object) -> tuple[list[dict[int, dict]], list[str]]:
     """Train with three sites, of which the last one is late; return their lines, and the hub's journal.
 
     Args:
         folder: folder for kits and logs.
+        returns: whether the late site takes part again.
         case: fields of the late site's case.
     """
     settings = {name: case.pop(name) for name in ("mode", "bucket_mb", "link", "wire") if name in case}
     with Fleet(folder, "abc", late="skip", pause=0.01, **settings) as fleet:
         fleet.start("ab")
         fleet.start("c", other=str(folder / "a"), **case)
-        fleet.hub.await_line("c takes part again", ENDED)
+        if returns:
+            fleet.hub.await_line("c takes part again", ENDED)
+        else:
+            fleet.await_step("a", LATE + 10)
         fleet.stop()
         fleet.end("abc")
         return [fleet.lines(name) for name in "abc"], list(fleet.hub.log)
@@ -327,7 +361,7 @@ def trains_with_a_late_site(folder: Path, **case: object) -> tuple[list[dict[int
     ],
 )
 def test_a_late_site_misses_steps_as_if_it_were_idle(tmp_path, mode, case):
-    (first, second, late), log = trains_with_a_late_site(tmp_path / "run", mode=mode, **case)
+    (first, second, late), log = trains_with_a_late_site(tmp_path / "run", True, mode=mode, **case)
     present = presence(first)
     assert 2 not in present[LATE]
     assert any(2 in present[step] for step in range(LATE + 1, max(present) + 1))
@@ -339,6 +373,14 @@ def test_a_late_site_misses_steps_as_if_it_were_idle(tmp_path, mode, case):
     same_bits(first, idles(tmp_path / "idle", "abc", present, resets=False, mode=mode, **settings))
 
 
+def test_a_site_that_is_always_late_stays_a_member_and_its_data_are_not_used(tmp_path):
+    (first, _, late), log = trains_with_a_late_site(tmp_path / "run", False, mode="dad", late_steps=[LATE, -1])
+    same_bits(late, first)
+    assert max(late) == max(first)
+    assert not any(2 in first[step]["present"] for step in first if step >= LATE)
+    assert missed(log, "c") == {*range(LATE, max(first) + 1)}
+
+
 def test_options_of_late_sites_are_checked():
     refuses(
         (lambda: Options.create(late="skip"), "late='skip' needs min_sites"),
@@ -348,6 +390,14 @@ def test_options_of_late_sites_are_checked():
 
 
 # Runs that grow: a site that is new in the roster joins in the middle, and the bits are those of a run with it
+
+
+def keep_kits(hub: RunningHub, names: str) -> Path:
+    """Copy kits, so that they have the roster of before; return the folder."""
+    folder = hub.kits.parent / "kept"
+    for name in names:
+        shutil.copytree(hub.kits / name, folder / name)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -378,6 +428,30 @@ def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode, **settings | {"late": "wait", "pause": 0.0}))
 
 
+def test_a_site_with_an_old_kit_returns_to_a_run_that_has_grown_twice(tmp_path):
+    with Fleet(tmp_path, "ab", mode="rankdad", pause=0.02, meets=True) as fleet:
+        hub, kept = fleet.hub, keep_kits(fleet.hub, "ab")
+        fleet.start("a", kit=str(kept / "a"))
+        fleet.start("b", kit=str(kept / "b"), leave=3, how="late")
+        fleet.end("b", -9)
+        add_site(hub, "abc")
+        fleet.start("c")
+        hub.await_line("c joins", ENDED)
+        add_site(hub, "abcd")
+        fleet.start("d", leave=-1)
+        hub.await_line("the run grows: it is one of 4 sites now, with d", ENDED)
+        fleet.start("b", kit=str(kept / "b"))
+        hub.await_line("b joins", ENDED)
+        hub.await_line("d joins", ENDED)
+        fleet.stop()
+        fleet.end("abcd")
+        lines, present = fleet.lines("a"), presence(fleet.lines("a"))
+        for name in "bcd":
+            same_bits(lines, {step: line for step, line in fleet.lines(name).items() if step > 3})
+    assert present[max(present)] == [0, 1, 2, 3]
+    same_bits(lines, idles(tmp_path / "idle", "abcd", present, mode="rankdad"))
+
+
 def test_a_run_that_needs_all_sites_goes_on_without_one_that_is_new(tmp_path):
     with Fleet(tmp_path, "ab", min_sites=None, pause=0.02) as fleet:
         fleet.start("ab")
@@ -389,3 +463,11 @@ def test_a_run_that_needs_all_sites_goes_on_without_one_that_is_new(tmp_path):
         fleet.end("ab")
         assert all(present == [0, 1] for present in presence(fleet.lines("a")).values())
         assert c.action(Pause).reason.endswith("waiting for a, b")  # to begin the next run
+
+
+def test_names_of_a_growing_run_are_checked():
+    body = pack_control(Grow(3, ("a", "b", "c")), 0)[32:]
+    assert read_control(body, 2) == Grow(3, ("a", "b", "c"))
+    for wrong, field in ((Grow(3, ("a", 5)), "names"), (Grow(3, "abc"), "names"), (Grow(-1, ("a",)), "step")):
+        with pytest.raises(FrameError, match=rf"damaged control message: .* at `\$\.{field}"):
+            read_control(pack_control(wrong, 0)[32:], 2)

@@ -42,6 +42,7 @@ from dadplug.exchange.wire import wire_format
 from dadplug.hub import check
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import epochs
+from dadplug.hub.secure.key_agreement import Offers
 from dadplug.hub.secure.sealing import Opener, Sealer
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.relay import Relay
@@ -657,6 +658,13 @@ def test_a_hub_goes_on_after_a_hello_with_a_wrong_number_of_sites(tmp_path, site
 def test_numbers_that_a_hub_computes_with_stay_in_range(message):
     with pytest.raises(FrameError, match="damaged control message"):
         read_control(control(message), 3)
+
+
+def test_offers_of_keys_are_checked(tmp_path):
+    folder = make_kits(tmp_path / "kits", NAMES)
+    ours, theirs = (Offers(Kit.load(folder / name)) for name in "ab")
+    _, offer = theirs.make()
+    fuzz(offer, lambda body: ours.check(1, body), "offer")
 
 
 @pytest.mark.parametrize(

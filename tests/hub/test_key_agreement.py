@@ -84,6 +84,11 @@ def test_one_site_and_two_sites_agree_too(tmp_path):
         assert len({keys.group for keys in results.values()}) == 1
 
 
+def test_every_run_has_its_own_secrets(kits):
+    secrets = [run(kits)[0] for _ in range(3)]
+    assert len({each.group for each in secrets} | {each.pairs[1] for each in secrets}) == 6
+
+
 def test_secrets_do_not_rest_on_the_operating_system_s_random_numbers_alone(kits, monkeypatch):
     monkeypatch.setattr(key_agreement.os, "urandom", bytes)
     monkeypatch.setattr(key_agreement.time, "time_ns", lambda: 0)
@@ -150,6 +155,19 @@ def test_a_repeated_offer_is_found_out(kits):
         results = run(kits, hub)
         assert all(isinstance(each, SealingError) for each in results.values())
         assert "site 1 (b): it was shown other offers than this site" in str(results[0])
+
+
+def test_a_whole_run_cannot_be_repeated_to_a_site(kits):
+    record = []
+    first = {slot: Agreement(kit) for slot, kit in kits.items()}
+    messages = {slot: site.offer for slot, site in first.items()}
+    for name in ("share", "confirmation"):
+        record.append(messages)
+        messages = {slot: getattr(site, name)(relay(messages)[slot]) for slot, site in first.items()}
+    again = Agreement(kits[0])
+    again.share(relay(record[0])[0])
+    with pytest.raises(SealingError, match=r"site 1 \(b\): it was shown other offers"):
+        again.confirmation(relay(record[1])[0])
 
 
 def test_a_hub_that_makes_offers_of_its_own_is_found_out(kits):

@@ -1,6 +1,7 @@
 """Kits in commands: kits that change while the hub runs, and the flag --kit."""
 
 import json
+import re
 import shutil
 import signal
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ import forkserver
 import hub_kits
 import pytest
 import support
+from data_files import photo_files
 from fleet import ENDED, Fleet
 from running_hub import HubLog, TestSite, free_port, running_hub, until
 
@@ -218,6 +220,33 @@ def test_an_experiment_trains_by_kits(tmp_path):
         parameters = json.loads((folder / "parameters.json").read_text())
         assert (parameters["rank"], parameters["num_nodes"]) == (rank, 2)
         assert json.loads((folder / "results.json").read_text())["replicas_equal"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "trainer", "accuracy"), [("two_site_mnist", "catalyst", 0.6), ("two_site_vit", "lightning", 0.9)]
+)
+def test_both_examples_train_by_kits(tmp_path, example, trainer, accuracy):
+    package = {"catalyst": "catalyst", "lightning": "pytorch_lightning"}[trainer]
+    support.need(package)
+    if example == "two_site_vit":
+        support.need("linformer")
+        support.need("PIL")
+    flags = ["--trainer", trainer, "--epochs", "1", "--log-dir", str(tmp_path)]
+    if example == "two_site_vit":
+        (tmp_path / "photos").mkdir()
+        for name, content in photo_files(60).items():
+            (tmp_path / "photos" / name).write_bytes(content)
+        flags += ["--dataset", "dogsvscats", "--data-dir", str(tmp_path / "photos"), "--batch-size", "8"]
+    with running_hub(tmp_path / "kits", sites=NAMES) as hub:
+        commands = [[str(ROOT / "examples" / f"{example}.py"), "--kit", str(hub.kits / name), *flags] for name in NAMES]
+        finished = support.run_programs(commands, timeout=200, preload=[package])
+        for each in finished:
+            assert each.status == 0, each.errors
+    line = next(line for line in finished[0].output.splitlines() if re.match(r"rankdad +[01]\.", line))
+    assert line.endswith("equal")
+    assert float(line.split()[1]) > accuracy
+    assert finished[1].output == ""
 
 
 def test_an_unusable_kit_ends_a_program_with_one_line(tmp_path):

@@ -19,6 +19,7 @@ from torch import nn
 
 from dadplug.errors import MismatchError, SiteError
 from dadplug.hub.server import session
+from dadplug.hub.site import connection
 from dadplug.hub.site import connection as connection_module
 from dadplug.hub.site.inbox import Inbox
 from dadplug.hub.site.link import HubLink
@@ -101,6 +102,17 @@ def test_what_takes_longer_than_the_timeout_is_waited_for_while_frames_arrive(tm
         sender.join()
 
 
+def test_sites_at_different_exchanges_are_told_so(tmp_path):
+    with links(tmp_path) as opened:
+        a, b = transports(opened, timeout=0.5)
+        first = b.gather([4, 4], torch.float32)
+        exchange(b)
+        assert opened[0].converse(lambda: not opened[0].inbox.early_bytes, 60.0)
+        with pytest.raises(MismatchError, match="do not make the same calls"):
+            exchange(a).wait()
+        first.launch()
+
+
 @pytest.mark.parametrize(
     "calls",
     [
@@ -143,6 +155,21 @@ def test_training_waits_for_all_sites_and_names_those_that_are_missing(tmp_path)
             open_link(hub.kits, "a", timeout=1)
         for link in link_all(hub, 3):  # the site that has given up can come again
             link.close()
+
+
+def test_a_hub_may_start_after_its_sites(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        pass
+    with ThreadPoolExecutor(1) as pool:
+        dialing = pool.submit(link_all, hub)
+        time.sleep(0.2)
+        with running_hub(tmp_path / "kits"):
+            opened = dialing.result()
+            a, b = transports(opened)
+            exchange(b)
+            exchange(a).wait()
+            for link in opened:
+                link.close()
 
 
 def test_a_hub_that_is_not_there_is_named(tmp_path, caplog):
@@ -431,6 +458,25 @@ def everywhere(folder, world_size, use):
         return together(lambda rank: use(every[rank]), world_size)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
+def test_a_sum_is_that_of_all_sites_in_the_order_of_ranks(tmp_path, world_size, dtype):
+    addends = [(torch.randn(50_001, generator=torch.Generator().manual_seed(rank)) * 100) for rank in range(world_size)]
+    addends = [addend.to(dtype) for addend in addends]
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = addends[0].to(wide)
+    for addend in addends[1:]:
+        total = total + addend.to(wide)
+
+    def use(transport):
+        own = addends[transport.rank].clone()
+        transport.all_reduce(own).wait()
+        return own
+
+    results = everywhere(tmp_path, world_size, use)
+    assert all(torch.equal(found, total.to(dtype)) for found in results)
+
+
 def test_broadcasts_and_objects(tmp_path):
     def use(transport):
         tensor = torch.full((2, 3), float(transport.rank + 1), requires_grad=True)
@@ -461,6 +507,40 @@ def test_a_link_knows_for_how_long_nothing_has_arrived_without_reading(tmp_path)
 
 
 # Messages that wait for the next one, so that fewer sends wake up the hub and the sites: they are counted
+
+
+@pytest.fixture
+def sends(monkeypatch):
+    """Bytes that wait whenever a site sends, by site."""
+    found = {0: [], 1: []}
+    flush = NumberedFrames.flush
+
+    def counted(frames):
+        if frames.queue.unsent_bytes:
+            found[frames.slot].append(frames.queue.unsent_bytes)
+        flush(frames)
+
+    monkeypatch.setattr(NumberedFrames, "flush", counted)
+    return found
+
+
+def test_small_payloads_leave_with_the_one_that_follows(tmp_path, sends, monkeypatch):
+    monkeypatch.setattr(connection, "_PING_SECONDS", 1000.0)
+    with links(tmp_path) as opened:
+        a, b = transports(opened)
+        gathers = [[each.gather([size, size], torch.uint8) for size in (1000, 2000, 100_000, 10)] for each in (a, b)]
+        for found in sends.values():
+            found.clear()
+        for rank, each in enumerate((a, b)):
+            each.more_follows = True
+            for gather in gathers[rank]:
+                gather.payload.fill_(rank + 1)
+                each.more_follows = gather is not gathers[rank][-1]
+                gather.launch()
+        assert [len(sends[rank]) for rank in (0, 1)] == [2, 2]  # what waits stays small
+        assert all(found[0] > 103_000 for found in sends.values())
+        for found in together(lambda rank: [gather.wait() for gather in gathers[rank]]):
+            assert [[set(each.tolist()) for each in payloads] for payloads in found] == [[{1}, {2}]] * 4
 
 
 def test_a_payload_that_waits_leaves_when_its_site_waits(tmp_path):

@@ -27,6 +27,25 @@ from dadplug.hub.site.link import HubLink
 # A hub that is away, in the end with another process
 
 
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+def test_a_hub_that_is_away_for_longer_than_all_timeouts_costs_no_step(tmp_path, sealed):
+    """The hub is away for longer than a site waits for it where all have to stay, and than the timeout of a wait."""
+    hub = MortalHub(tmp_path / "run", "abc", sealed=sealed)
+    settings = {"min_sites": 2, "site_timeout": 3.0, "timeout": 4.0, "gives_up": 2.0}
+    with Fleet(tmp_path / "run", hub, mode="rankdad", **settings) as fleet:
+        fleet.start("abc")
+        fleet.await_step("a", 3)
+        hub.kill()
+        time.sleep(7.0)
+        assert all(process.poll() is None for process in fleet.processes.values()), fleet.state()
+        hub.start()
+        fleet.stop(5)
+        told = fleet.end("abc")
+    assert told.count("connecting again, for 24 h at most") >= 1
+    assert "is connected again, after" in told
+    no_step_is_lost(fleet, tmp_path / "reference", "abc", mode="rankdad")
+
+
 class CommandHub(MortalHub):
     """Process of the command of a hub."""
 
@@ -127,6 +146,24 @@ def test_a_check_of_the_way_to_the_hub_ends_no_outage(tmp_path):
         time.sleep(0.5)
         b.dial()
         exchange(a, b)
+
+
+def test_a_site_that_does_not_come_back_from_a_cut_of_every_link_is_lost(tmp_path):
+    served = relayed_hub(tmp_path, "abc", site_timeout=2.0)
+    with Fleet(tmp_path, served, min_sites=2, site_timeout=2.0) as fleet:
+        hub, relays = fleet.hub, fleet.hub.relays
+        fleet.start("abc")
+        fleet.await_step("a", 3)
+        for relay in relays:
+            relay.hold = True
+        hub.await_line("no site can be heard", ENDED)
+        fleet.processes["c"].kill()
+        time.sleep(3.0)
+        for relay in relays[:2]:
+            relay.hold = False
+        hub.await_line("c has left", ENDED)
+        fleet.await_more("a", 3)
+        fleet.finish("ab", 5)
 
 
 # The machine of the hub is replaced

@@ -146,6 +146,14 @@ def test_sites_train_through_a_proxy(tmp_path, credentials, family):
         assert b"still here" not in proxy.url.encode()
 
 
+def test_a_hub_with_an_ipv6_address(tmp_path):
+    kits = hub_kits.make(tmp_path / "kits", hub=f"[::1]:{free_port()}", hub_names=[])
+    with running_hub(kits) as hub, running_proxy() as proxy:
+        use_proxy(kits / "a", proxy.url)
+        exchange(*together(hub))
+        assert proxy.asked == [f"[::1]:{hub.address[1]}"]
+
+
 def test_a_check_says_that_it_goes_through_the_proxy(tmp_path, monkeypatch):
     with running_hub(tmp_path / "kits") as hub, running_proxy() as proxy:
         monkeypatch.setenv("HTTPS_PROXY", proxy.url)

@@ -13,7 +13,28 @@ from sealed_sites import sealed_hub
 from dadplug.exchange.rounds import Requirements
 from dadplug.hub.wire.messages import Drop, Exclude, Join, KeyMessage, Kind, RoundKind
 
+MEDIAN = 8  # first step of which the median is known, with some more
+
+
 # Late sites
+
+
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+def test_a_late_site_misses_steps_and_another_one_returns_meanwhile(tmp_path, mode):
+    with Fleet(tmp_path, sealed_hub(tmp_path), mode=mode, late="skip", pause=0.03) as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=MEDIAN + 4, how="sent")
+        late = {"late_steps": [MEDIAN, MEDIAN + 1, MEDIAN + 6], "late_in": "backward", "bucket_mb": None}
+        fleet.start("c", other=str(tmp_path / "a"), **late)
+        fleet.end("b", -9)
+        fleet.start("b")
+        fleet.hub.await_line("b joins", ENDED)
+        fleet.hub.await_line("c takes part again", ENDED)
+        lines, present = fleet.finish("abc", 30)
+    assert 2 not in present[MEDIAN]
+    assert any(1 not in each for each in present.values())
+    if mode == "dad":  # in others the memory of the late site stays, and that of the new process begins anew
+        same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
 
 
 # A hub that is killed and started again

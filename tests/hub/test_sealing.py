@@ -6,14 +6,20 @@ import os
 from contextlib import contextmanager
 
 import hub_kits
+import numpy as np
 import pytest
+import support
 import torch
+import torch.distributed as dist
 from frame_parts import Frame, read
-from hub_sites import TIMEOUT, linked, open_link, receive, send, together, transports
+from hub_sites import TIMEOUT, linked, open_link, receive, send, together, train, transports
 from running_hub import running_hub, until
 from sealed_sites import SENTINEL, SITES, flip, make_kits, opened, packed, sealed_hub, sealed_links
+from torch import nn
 
+from dadplug.adapm import ParameterManager
 from dadplug.errors import SealingError, SiteError
+from dadplug.exchange import gather_objects
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import sealing
@@ -290,11 +296,30 @@ class Attack:
     def alter_content(self, frame):
         return [flip(frame)] if self.second else [frame]
 
+    def alter_number(self, frame):
+        return [flip(frame, 7)] if self.second else [frame]
+
+    def alter_exchange(self, frame):
+        return [frame._replace(head=frame.head._replace(exchange=6))]
+
     def repeat(self, frame):
         return [frame, frame]
 
     def leave_out(self, frame):
         return [] if self.second else [frame]
+
+    def reorder(self, frame):
+        return [] if len(self.held) == 1 else self.held[::-1]
+
+    def splice(self, frame):
+        """Put the second piece's content in the place of the first's."""
+        return [] if len(self.held) == 1 else [self.held[0]._replace(body=frame.body), frame]
+
+    def make_up(self, frame):
+        return [frame._replace(body=bytes(len(frame.body)))]
+
+    def cut(self, frame):
+        return [Frame(frame.head._replace(length=10), frame.body[:10])]
 
     # Attacks on streams, whose bytes have to count on
 
@@ -428,7 +453,39 @@ def test_a_hub_finds_a_sentinel_only_where_messages_are_not_sealed(tmp_path, rea
     assert len(reader.content()) > 3 * len(values)
 
 
-@pytest.mark.parametrize("kind", ["alter_content", "repeat", "leave_out"])
+@pytest.mark.parametrize("sites", [("a", "b"), SITES])
+def test_messages_of_all_sizes_arrive(tmp_path, sites):
+    sizes = [0, 1, OPEN_BYTES - 1, OPEN_BYTES, OPEN_BYTES + 1, 1 << 16, (1 << 16) + 1, 1 << 20]
+    messages = {(slot, size): os.urandom(size) for slot in range(len(sites)) for size in sizes}
+    with sealed_links(tmp_path, sites) as links:
+
+        def exchange(rank):
+            for number, size in enumerate(sizes):
+                found = gather(links[rank], messages[rank, size], size, 3 + number % 2)
+                assert found == [messages[slot, size] for slot in range(len(sites)) if slot != rank]
+
+        together(exchange, len(sites))
+
+
+def test_messages_may_come_before_they_are_expected(tmp_path):
+    with sealed_links(tmp_path, ("a", "b")) as (first, second):
+        contents = [os.urandom(100000) for _ in range(3)]
+        for exchange, content in enumerate(contents):
+            first.send(exchange, memoryview(content))
+        first.send(2, memoryview(contents[0]))
+        for exchange in (2, 1, 0):
+            buffer = bytearray(100000)
+            second.wait([second.expect(0, exchange, memoryview(buffer))], TIMEOUT)
+            assert buffer == contents[exchange]
+        buffer = bytearray(100000)
+        second.wait([second.expect(0, 2, memoryview(buffer))], TIMEOUT)
+        assert buffer == contents[0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["alter_content", "alter_number", "alter_exchange", "repeat", "leave_out", "reorder", "splice", "make_up", "cut"],
+)
 def test_a_hub_that_tampers_is_found_out_and_ends_the_link(tmp_path, reader, kind):
     content = os.urandom(4 * OPEN_BYTES)
     reader.alter = Attack(kind, Kind.PAYLOAD)
@@ -489,6 +546,18 @@ def test_a_site_whose_kit_does_not_require_sealing_is_found_out_at_once(tmp_path
     assert all(SENTINEL not in body for head, body in reader.seen if head.slot != 1)
 
 
+def test_a_revoked_site_is_refused_by_sites_though_the_hub_accepts_it(tmp_path):
+    kits = make_kits(tmp_path / "kits")
+    revoked = (kits / "hub" / "revoked.pem").read_bytes()
+    provision.revoke(kits, "b")
+    (kits / "a" / "revoked.pem").write_bytes((kits / "hub" / "revoked.pem").read_bytes())
+    (kits / "hub" / "revoked.pem").write_bytes(revoked)  # a hub that does not know, or does not want to
+    with running_hub(kits, SITES) as hub:
+        results = together(lambda rank: hub_kits.attempt(lambda: open_link(kits, SITES[rank], hub.address)), 3)
+    assert "site 1 (b): its certificate has been revoked" in str(results[0])
+    assert all(isinstance(each, SiteError) for each in results)
+
+
 def test_two_runs_share_nothing(tmp_path, reader):
     content = SENTINEL * 100
     with sealed_hub(tmp_path, ("a", "b")) as hub:
@@ -536,3 +605,62 @@ def test_a_site_that_is_revoked_during_a_run_is_cut_off_by_sites_though_the_hub_
         with pytest.raises(SealingError, match=r"site 1 \(b\): its certificate has been revoked"):
             links[0].check()
         assert "roster.json is not a roster" in caplog.text
+
+
+# Processes that train over a hub of a third party with sealed messages, from `dadplug.connect(kit=...)` on
+
+
+MODES = ("dad", "dsgd", "rankdad")  # factors, sums, and compressed factors
+PATIENT = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+PATIENT_BYTES = PATIENT[8:24].tobytes()
+
+
+def trains(mode: str) -> tuple[list[torch.Tensor], float]:
+    """Train on batches of which every one holds the patient's values; return the parameters and a metric."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 4))
+
+    def loss(step: int) -> torch.Tensor:
+        inputs = torch.randn(6, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        inputs[0] = torch.from_numpy(PATIENT)
+        return nn.functional.cross_entropy(model(inputs), torch.arange(6) % 4)
+
+    train(model, loss, 4, mode=mode, timeout=200.0)
+    metric = torch.from_numpy(PATIENT.copy()) * (rank + 1)
+    dist.all_reduce(metric)
+    torch.testing.assert_close(metric, torch.from_numpy(PATIENT) * 6)
+    assert gather_objects(PATIENT_BYTES) == [PATIENT_BYTES] * 3
+    return [parameter.detach().clone() for parameter in model.parameters()], float(metric.sum())
+
+
+def manage() -> float:
+    """Push the patient's values to tables of the parameter manager."""
+    rows = torch.from_numpy(PATIENT).repeat(50, 1)
+    with ParameterManager(timeout=200) as manager:
+        table = manager.table("values", 64, rows=50)
+        table.push(torch.arange(50), rows)
+        manager.wait_sync(everywhere=True)
+        found = table.pull(torch.arange(50))
+    torch.testing.assert_close(found, 3 * rows)
+    return float(found.sum())
+
+
+def test_a_hub_of_a_third_party_passes_on_what_it_cannot_read(tmp_path, reader):
+    """The same training without sealing shows that the hub would find the sentinel in all kinds of messages."""
+    results, found = {}, {}
+    for sealed in (True, False):
+        kits = make_kits(tmp_path / str(sealed), sealed=sealed)
+        with running_hub(kits, SITES), support.Sites(3, kits=[kits / name for name in SITES]) as group:
+            results[sealed] = [group.run(trains, mode) for mode in MODES] + [group.run(manage)]
+        found[sealed] = {frame.head.kind for frame in reader.seen if PATIENT_BYTES in frame.body}
+        assert any(frame.head.kind is Kind.SUMMAND for frame in reader.seen) is not sealed
+        assert len(reader.content()) > 1_000_000
+        reader.seen.clear()
+    assert found[True] == set()
+    assert found[False] == {Kind.PAYLOAD, Kind.MESSAGE}
+    for of_sealed, of_plain in zip(results[True][:-1], results[False][:-1], strict=True):
+        for (parameters, metric), (others, other) in zip(of_sealed, of_plain, strict=True):
+            assert all(map(torch.equal, parameters, others))
+            assert metric == other
+    assert results[True][-1] == results[False][-1]

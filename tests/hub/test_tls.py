@@ -17,6 +17,7 @@ import hub_kits
 import hub_sites
 import pytest
 import torch
+from cutting_relay import CuttingRelay
 from hub_kits import TIMEOUT, dial, meet
 from hub_sites import linked, together, transports
 from running_hub import TestSite, running_hub, until
@@ -107,6 +108,16 @@ def test_a_clock_that_is_slow_by_half_an_hour_does_no_harm(kits):
         pass
 
 
+def test_a_revoked_site_is_refused_and_others_are_not(kits):
+    provision.revoke(kits, "a")
+    there, here = "the other end's certificate has been revoked", "this kit's certificate has been revoked"
+    refuse(kits / "hub", kits / "a", there, here)
+    with accepted(kits / "hub", kits / "b"):
+        provision.renew(kits, "a", with_key=True)
+    with accepted(kits / "hub", kits / "a"):
+        pass
+
+
 def test_a_site_that_connected_before_its_revocation_is_found_by_its_serial_number(kits):
     with accepted(kits / "hub", kits / "a") as (connection, _):
         assert tls.peer_site(connection, Kit.load(kits / "hub")) == "a"
@@ -159,10 +170,49 @@ def test_the_hub_must_have_the_name_that_the_site_connects_to(tmp_path, names, h
         pass
 
 
+def test_tls_1_2_is_refused(kits, monkeypatch):
+    context = tls.site_context(Kit.load(kits / "a"))
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    monkeypatch.setattr(tls, "site_context", lambda kit: context)
+    there, here = "the other end does not speak TLS 1.3", "the other end requires another version of TLS"
+    refuse(kits / "hub", kits / "a", there, here)
+
+
 def test_a_client_without_a_certificate_is_refused(kits, monkeypatch):
     context = ssl.create_default_context(cafile=kits / "a" / "ca.pem")
     monkeypatch.setattr(tls, "site_context", lambda kit: context)
     refuse(kits / "hub", kits / "a", "the other end has no certificate", "the other end requires a certificate")
+
+
+@pytest.mark.parametrize(
+    ("greeting", "error", "reason"),
+    [
+        (b"220 mail.example.org ready\r\n", RefusedError, "does not speak TLS"),
+        (b"", ConnectionError, "closed the connection"),
+        (None, TimeoutError, "has not answered within"),
+    ],
+    ids=["mail", "closes", "silent"],
+)
+def test_a_site_refuses_a_server_that_is_no_hub(kits, greeting, error, reason):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(TIMEOUT)
+        done = threading.Event()
+
+        def serve():
+            with server.accept()[0] as connection:
+                if greeting is not None:
+                    connection.recv(4096)
+                    connection.sendall(greeting)
+                    connection.shutdown(socket.SHUT_WR)
+                done.wait(TIMEOUT)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(error, match=reason):
+            tls.dial(Kit.load(kits / "a"), 0.5 if greeting is None else TIMEOUT, server.getsockname())
+        done.set()
+        thread.join(TIMEOUT)
 
 
 def test_a_reason_from_the_network_is_bounded_and_printable(kits, monkeypatch):
@@ -306,6 +356,17 @@ def test_sites_in_the_hubs_machine_do_not_encrypt_unless_somebody_requires_it(tm
         assert encrypted(links) == expected
         train(links)
         assert encrypted(links) == expected
+
+
+@linux_only
+def test_a_connection_over_a_relay_is_encrypted_though_all_are_in_one_machine(tmp_path):
+    with (
+        running_hub(tmp_path / "kits") as hub,
+        CuttingRelay(hub.address) as relay,
+        linked(hub, 2, (relay.address, hub.address)) as links,
+    ):
+        assert encrypted(links) == [True, False]
+        train(links)
 
 
 @linux_only

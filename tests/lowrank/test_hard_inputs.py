@@ -258,17 +258,16 @@ def test_products_beyond_the_range_of_the_type_raise():
             compress(deltas, activations, 4, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 1], ids=["deltas", "activations"])
-def test_what_is_not_finite_raises(place, bad):
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_raises(bad):
     for shape in SHAPES:
-        pair = inputs(plain, shape, torch.float32, (1.0, 1.0))
-        pair[place][-1, 0] = bad
+        deltas, activations = inputs(plain, shape, torch.float32, (1.0, 1.0))
+        deltas[-1, 0] = bad
         for algorithm in ALGORITHMS:
             with pytest.raises(FloatingPointError, match="hold NaN or Inf"):
-                compress(*pair, 4, algorithm=algorithm)
+                compress(deltas, activations, 4, algorithm=algorithm)
         with pytest.raises(FloatingPointError, match="hold NaN or Inf"):
-            compress_matrix(pair[place], 4)
+            compress_matrix(deltas, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

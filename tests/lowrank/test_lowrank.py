@@ -111,6 +111,15 @@ def test_a_warm_start_with_fewer_columns_is_filled_up():
     assert compress(deltas, activations, 6, warm_start=first.left).effective_rank == 6
 
 
+def test_the_implementations_agree(monkeypatch):
+    deltas, activations = factors(24, 60, 50, dtype=torch.float32)
+    by_numba = compress(deltas, activations, 4, iterations=6)
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: portable)
+    by_torch = compress(deltas, activations, 4, iterations=6)
+    torch.testing.assert_close(by_numba.left @ by_numba.right.T, by_torch.left @ by_torch.right.T, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(by_numba.singular_values, by_torch.singular_values, rtol=1e-4, atol=1e-6)
+
+
 def test_the_same_seed_gives_the_same_bits_and_leaves_random_states_alone():
     deltas, activations = factors(24, 60, 50, dtype=torch.float32)
     state = torch.get_rng_state()
@@ -160,6 +169,18 @@ def test_zero_rows_and_zero_deltas_compress_to_nothing(rows):
     assert compressed.residual(torch.zeros(rows, 9), torch.ones(rows, 7)) == 0.0
 
 
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(
+    ("size_of_deltas", "size_of_activations"), [(1e-25, 1.0), (1e18, 1e12), (1e-20, 1e-15), (1e30, 1e-30)]
+)
+def test_huge_and_tiny_numbers_keep_their_digits(size_of_deltas, size_of_activations):
+    deltas, activations = factors(12, 40, 30, dtype=torch.float32)
+    expected = error(deltas, activations, *compress(deltas, activations, 4))
+    deltas, activations = deltas * size_of_deltas, activations * size_of_activations
+    left, right = compress(deltas, activations, 4)
+    assert abs(error(deltas, activations, left, right) - expected) < 1e-3
+
+
 def drifting(steps, rows, out, width):
     """Factors that change a little from step to step, as in training."""
     deltas, activations = factors(rows, out, width, dtype=torch.float32, decay=0.05)
@@ -189,8 +210,19 @@ def test_columns_align_in_time_where_nothing_is_read_back(monkeypatch):
     assert error(deltas, activations, *warm) < 1.1 * optimum(deltas, activations, 4)
 
 
-def test_a_formed_gradient_is_a_matrix():
-    refuses((lambda: compress_matrix(torch.ones(5), 2), "gradient must be a matrix"))
+def test_a_formed_gradient_compresses_like_its_factors():
+    deltas, activations = factors(40, 60, 50)
+    best = optimum(deltas, activations, 3)
+    compressed = compress_matrix(deltas.T @ activations, 3, iterations=4)
+    assert error(deltas, activations, *compressed) < 1.001 * best
+    for scale in (1e-200, 1e200):
+        left, right = compress_matrix(scale * (deltas.T @ activations), 3, iterations=4)
+        assert error(deltas, activations, left, right / scale) < 1.001 * best
+    refuses(
+        (lambda: compress_matrix(torch.full((5, 4), math.nan), 2), "NaN or Inf"),
+        (lambda: compress_matrix(torch.ones(5), 2), "gradient must be a matrix", ValueError),
+        error=FloatingPointError,
+    )
 
 
 def test_results_go_where_the_caller_wants_them():
@@ -273,6 +305,17 @@ def test_the_published_algorithm_can_be_asked_for():
     few, many = (compress(deltas, activations, 4, iterations=n, algorithm="deflation") for n in (1, 30))
     best = optimum(deltas, activations, 4)
     assert best * (1 - 1e-9) <= error(deltas, activations, *many) < 1.001 * best < error(deltas, activations, *few) <= 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_raises(bad):
+    deltas, activations = factors(6, 9, 7)
+    for place in (deltas, activations):
+        kept = float(place[2, 3])
+        place[2, 3] = bad
+        with pytest.raises(FloatingPointError, match="NaN or Inf"):
+            compress(deltas, activations, 2)
+        place[2, 3] = kept
 
 
 @pytest.mark.parametrize(

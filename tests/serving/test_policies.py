@@ -88,6 +88,45 @@ def test_exp3_stays_within_its_bound_against_an_adversary_that_changes_the_best_
     assert best - gain <= limit < uniform * 1.1  # the second: the bound says something here
 
 
+def test_exp3_finds_the_best_model_and_another_after_it_has_broken():
+    policy, rng = bound(Exp3(seed=3)), random.Random(3)
+    accuracy = {"a": 0.3, "b": 0.95, "c": 0.6}
+
+    def run(steps):
+        right = 0
+        for _ in range(steps):
+            choice = policy.choose("")
+            (name,) = choice.models
+            hit = rng.random() < accuracy[name]
+            right += hit
+            policy.learn("", choice, {name: float(not hit)})
+        return right / steps
+
+    run(2000)
+    assert run(500) > 0.85
+    accuracy["b"], accuracy["a"] = 0.0, 0.95
+    run(1000)
+    assert run(500) > 0.8
+
+
+def test_exp4_follows_the_best_model_of_each_context_and_recovers_from_its_end():
+    policy, rng = bound(Exp4()), random.Random(5)
+    accuracy = {"x": {"a": 0.99, "b": 0.6, "c": 0.9}, "y": {"a": 0.2, "b": 0.97, "c": 0.9}}
+
+    def run(steps):
+        for step in range(steps):
+            context = "xy"[step % 2]
+            losses = {name: float(rng.random() > accuracy[context][name]) for name in MODELS}
+            policy.learn(context, policy.choose(context), losses)
+
+    run(2000)
+    assert policy.weights("x")["a"] > 0.9
+    assert policy.weights("y")["b"] > 0.9
+    accuracy["x"]["a"] = 0.0
+    run(1000)
+    assert policy.weights("x")["c"] > 0.9
+
+
 @pytest.mark.parametrize("kind", [Exp3, Exp4])
 def test_weights_are_saved_and_restored(kind):
     policy = bound(kind(seed=0) if kind is Exp3 else kind())
@@ -242,6 +281,18 @@ def test_a_batch_below_the_limit_is_no_evidence_for_a_larger_one():
     for _ in range(10):
         limit.record(1, 0.01)
     assert limit.value == 2
+
+
+def test_the_limit_settles_where_the_latency_is_the_goal():
+    limit = BatchLimit(0.05, maximum=256)
+    # 25 samples take 0.05 s; then the model becomes four times slower
+    for seconds, settled, least, most in ((0.002, 100, 21, 26), (0.008, 50, 4, 7)):
+        sizes = []
+        for _ in range(400):
+            limit.record(limit.size, seconds * limit.size)
+            sizes.append(limit.size)
+        assert least <= min(sizes[settled:])
+        assert max(sizes[settled:]) <= most
 
 
 def test_a_backlog_does_not_count_against_the_batch():
