@@ -141,7 +141,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.after_step: list[Callable[[], None]] = []
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
-        self._has_warned = False  # of gradients that were changed before they were synchronized
         compares_data = self.world_size > 1 and self._joined is None and self._private is None
         self._counter.first_batch = FirstBatch() if compares_data else None
         self._comparisons = Comparisons(self.shared, self.options, self._counter.first_batch)
@@ -346,7 +345,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Exchange what is left of the gradients, and write the agreed ones to ``.grad``.
 
         Call it between backward and the optimizer's step, on all sites equally often. Clip and unscale gradients after
-        it.
+        it. Where no gradient has come since the last step, it is `idle`.
 
         Args:
             stop: whether to ask all sites to stop after this step; `stopped` is then set on each of them.
@@ -356,7 +355,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             RuntimeError: with ``synchronize="backward"``, where no gradient has arrived since backward synchronized.
             ValueError: on all sites, in the first step of mode edad, if the model has no chain of layers.
             SiteError: if a site is gone or does not answer in time.
-            MismatchError: if the sites are not at the same step.
+            MismatchError: if the sites are not at the same step, or if it is called twice after one backward pass.
         """
         self._exchange(stop)
 
@@ -365,6 +364,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             raise RuntimeError("after clip_grad_norm_() of gradients that are not formed, call apply(optimizer)")
         if self.backward_end is not None and not (self._idles or self.pending or self._planner.holds_own_gradients):
             raise RuntimeError("backward() has synchronized: leave out synchronize(), apply() and clip_grad_norm_()")
+        if not (self._idles or self._counter.pending or self._has_arrived() or self._planner.holds_own_gradients):
+            self._guard.check_used(None if stop else self._counter.forwards)
+            self._planner.drop_earlier()  # as in idle()
         while True:
             try:
                 with as_written(self._transport.device.type):
@@ -381,7 +383,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def _synchronize(self, stop: bool, deferral: Deferral | None) -> None:
         planner = self._planner
         self._drop_cleared()
-        self._warn_of_changes()
+        if self._private is None:
+            self._guard.warn_of_changes(planner.units, self._step)
         unformed: dict[str, Write] = {}
         if self._private is not None and not self._abstains:
             scale = self._method.loss_scales.of(planner.units[0].name) if planner.units else 1.0
@@ -439,20 +442,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._noise is not None:
             self._noise.prepare(self.shared, planner.units, self._counter, self._step)
 
-    def _warn_of_changes(self) -> None:
-        """Warn, once, if the program has changed gradients in place between backward and `synchronize`."""
-        if self.world_size == 1 or self._has_warned or self._private is not None:
-            return
-        name = next((unit.name for unit in self._planner.units if unit.changed), None)
-        if name is not None:
-            self._has_warned = True
-            _log.warning(
-                "step %d: the gradient of %r was changed between backward() and synchronize(), as by clipping or "
-                "unscaling: each site changes only its own. Clip and unscale after synchronize()",
-                self._step,
-                name,
-            )
-
     def _measure_noise(self, headers: Sequence[StepHeader]) -> None:
         """Update the estimates of the gradient's noise, if some site has asked for them."""
         if self._noise is None and not any(map(attrgetter("noise_every"), headers)):
@@ -502,7 +491,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.traffic.end_step()
         self._counter.pending = False
         self._step += 1
-        self._guard.record_agreement(self._planner.units)
+        self._guard.record_agreement(self._planner.units, self._counter.forwards)
         own_place.step = self._step
         if self._transport.rounds.grows or self._planner.outgrown:
             self._transport.rounds.grow()

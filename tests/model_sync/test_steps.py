@@ -121,9 +121,11 @@ def test_replaced_parameters_are_followed() -> None:
 class Steps:
     """A site with a reduction that has agreed once, for steps that follow."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, options: dict[str, Any] | None = None) -> None:
         self.model = build()
-        options: dict[str, Any] = {"mode": "dad", "weighting": "uniform"}
+        options = options or {"mode": "dad", "weighting": "uniform"}
+        if options["mode"] == "edad":
+            self.model[2] = nn.Identity()  # for a chain of layers
         wrap: Any = dadplug.DistributedDataParallel if kind == "drop-in" else dadplug.GradientReduction
         self.wrapped = wrap(self.model, **options)
         self.reduction = self.wrapped.reduction if kind == "drop-in" else self.wrapped
@@ -231,6 +233,55 @@ def test_steps_without_an_agreement_are_errors() -> None:
             steps = Steps(kind)
             getattr(steps, name)()
             assert steps.reduction.first_difference() is None, (kind, name)
+
+
+# Steps without a backward pass
+
+MODES: list[dict[str, Any]] = [
+    {"mode": "dsgd"},
+    {"mode": "dad"},
+    {"mode": "edad"},
+    {"mode": "rankdad", "rank": 2},
+    {"mode": "powersgd", "rank": 2},
+    {"mode": "topk"},
+]
+
+
+def evaluate(steps: Steps) -> None:
+    with torch.no_grad():
+        steps.model(batch(1, [0])[0])
+
+
+BETWEEN: dict[str, Callable[[Steps], object]] = {  # what makes a further step of a site without data
+    "stepped": lambda steps: steps.optimizer.step(),
+    "cleared": lambda steps: steps.model.zero_grad(set_to_none=dist.get_rank() == 0),
+    "cleared at one site": lambda steps: evaluate(steps) if dist.get_rank() else steps.model.zero_grad(),
+}
+
+
+@support.at_sites(SITES)
+def test_a_second_synchronize_replaces_no_agreed_gradients() -> None:
+    for options in MODES:
+        steps = Steps("plain", options)
+        for again in (steps.reduction.synchronize, lambda steps=steps: steps.reduction.apply(steps.optimizer)):
+            steps.closure(synchronizes=True)
+            before = [each.grad.clone() for each in steps.model.parameters()]
+            with pytest.raises(dadplug.MismatchError, match=rf"site {dist.get_rank()}.*second synchronize"):
+                again()
+            for one, other in zip(before, steps.model.parameters(), strict=True):
+                assert torch.equal(one, other.grad), options
+            steps.optimizer.step()
+        for name, between in BETWEEN.items():
+            steps.closure(synchronizes=True)
+            between(steps)
+            steps.reduction.synchronize()  # as idle(): nothing of earlier steps is applied again
+            assert not any(each.grad is not None and each.grad.any() for each in steps.model.parameters()), name
+            steps.optimizer.step()
+            assert steps.reduction.first_difference() is None, (options, name)
+        steps.closure(synchronizes=True)
+        steps.reduction.synchronize(stop=True)
+        assert steps.reduction.stopped
+        steps.reduction.detach()
 
 
 @support.at_sites(SITES)

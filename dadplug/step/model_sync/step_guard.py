@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...errors import MismatchError
 from ...support.logs import get_logger
 from ..units.base import Unit, is_zero
 from .private import is_private
@@ -44,6 +45,8 @@ class StepGuard:
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._structure: object = None  # of the model, when its parameters were looked up
         self._ours: set[int] = set()  # identities of the parameters
+        self._has_warned = False  # of gradients that were changed before they were synchronized
+        self._used: int | None = None  # forward passes before the last agreement; None once an optimizer has stepped
         self._last_stepped = 0.0  # agreements when the model was last stepped; inf once it was warned that it is not
         self._hooks = [
             OptimizerHook(register_optimizer_step_pre_hook(weak_hook(self._before_step))),
@@ -55,11 +58,48 @@ class StepGuard:
         for hook in self._hooks:
             hook.remove()
 
-    def record_agreement(self, units: Sequence[Unit]) -> None:
-        """Record that the sites have agreed on the gradients of some units."""
+    def record_agreement(self, units: Sequence[Unit], forwards: int) -> None:
+        """Record that the sites have agreed on the gradients of some units, after a number of forward passes."""
         self.agreements += 1
-        self._agreed = units
+        self._agreed, self._used = units, forwards
         self._applied.clear()
+
+    def warn_of_changes(self, units: Sequence[Unit], step: int) -> None:
+        """Warn, once, if the program has changed gradients in place between backward and `synchronize`.
+
+        Args:
+            units: the units of the step.
+            step: its number.
+        """
+        if self._reduction.world_size == 1 or self._has_warned:
+            return
+        if (name := next((unit.name for unit in units if unit.changed), None)) is not None:
+            self._has_warned = True
+            _log.warning(
+                "step %d: the gradient of %r was changed between backward() and synchronize(), as by clipping or "
+                "unscaling: each site changes only its own. Clip and unscale after synchronize()",
+                step,
+                name,
+            )
+
+    def check_used(self, forwards: int | None) -> None:
+        """Raise MismatchError if a site is about to replace agreed gradients by those of a step without its own.
+
+        They stand in ``.grad``, and since they were agreed on the site has not run the model, stepped or cleared.
+
+        Args:
+            forwards: number of forward passes so far; None not to check.
+        """
+        if forwards is None or forwards != self._used:
+            return
+        standing = (each for unit in self._agreed for each in unit.parameters.values() if each.grad is not None)
+        if not all(is_zero(each.grad) for each in standing):
+            own = self._reduction.sites[self._reduction.site_rank]
+            raise MismatchError(
+                f"{own}: a second synchronize() after one backward(), which would replace gradients that are agreed "
+                "already. Call it once for each step of the optimizer, not beside apply(); a step without data is "
+                "reduction.idle()"
+            )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record the settings of an optimizer of the model; called before the step of any optimizer.
@@ -70,6 +110,7 @@ class StepGuard:
         Raises:
             RuntimeError: if gradients have not been synchronized; with a closure, once that has formed them.
         """
+        self._used = None
         structure = self._reduction.present_structure
         if structure is None or structure is not self._structure:
             self._structure, self._ours = structure, {id(each) for each in self._reduction.shared.parameters()}
