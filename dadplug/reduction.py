@@ -25,7 +25,7 @@ from .step.methods.feedback import ErrorFeedback, LossScales
 from .step.model_sync.backward_end import BackwardEnd, as_written
 from .step.model_sync.comparisons import Comparisons
 from .step.model_sync.private import LocalGradients
-from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful, load_joined
+from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful, load_joined, named
 from .step.model_sync.sameness import FirstBatch
 from .step.model_sync.samples import SampleCounter, warn_of_unequal
 from .step.model_sync.site_sum import add_up
@@ -654,6 +654,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             ValueError: if the state is of another mode or way to train.
         """
         self._check_state(state, "mode", self.options.mode)
+        whole_number(0)("step", state["step"])
         self._step = state["step"]
         self._method.load_state_dict(state["method"])
         self._planner.load_state_dict(state)
@@ -662,28 +663,18 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._private is not None and "privacy" in state:
             self._private.ledger.load_state_dict(state["privacy"])
 
+    def _state_after(self, state: dict[str, Any]) -> dict[str, Any]:
+        rank = {name: value for name, value in state["method"].items() if name == "rank"}
+        empty = {"method": self._method.state_dict() | rank, "rounding": ErrorFeedback(True).state_dict()}
+        self._count_earlier_steps(state["step"])
+        return {name: value for name, value in state.items() if name != "privacy"} | empty
+
     def load_states(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Restore this site's state from those of all sites, as a checkpoint contains them.
-
-        A site that has none in it, since the checkpoint was written by fewer sites, or without this one, takes over the
-        number of the step, and its compressor begins anew.
-
-        Args:
-            states: the states, by rank; None for sites that were absent.
-
-        Raises:
-            ValueError: if the states are of another mode.
-        """
-        own = states[self.site_rank] if self.site_rank < len(states) else None
-        other = next((each for each in states if each is not None), None)
-        if own is not None:
-            self.load_state_dict(own)
-        elif other is not None:
-            rank = {name: value for name, value in other["method"].items() if name == "rank"}
-            empty = {"method": self._method.state_dict() | rank, "rounding": ErrorFeedback(True).state_dict()}
-            self.load_state_dict({name: value for name, value in other.items() if name != "privacy"} | empty)
-            self._count_earlier_steps(other["step"])
-        self._method.load_from_all([each["method"] for each in states if each is not None])
+        super().load_states(states)
+        for rank, state in enumerate(states):
+            if state is not None:
+                with named(rank):
+                    self._method.load_from(state["method"])
 
     def attach(self, gradients: AttachedGradients) -> None:
         """Weight, check and drop gradients that this reduction does not send with those that it sends.

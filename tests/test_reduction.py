@@ -421,6 +421,24 @@ def test_the_first_step_of_an_optimizer_is_on_what_was_agreed_on(replaced: bool)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.parametrize("way", [dadplug.GradientReduction, dadplug.LocalSGD, dadplug.ParameterServer])
+def test_the_error_of_a_damaged_state_names_its_site(way):
+    model = layers()
+    arguments = () if way is dadplug.GradientReduction else (torch.optim.SGD(model.parameters(), 0.1),)
+    attached = way(model, *arguments)
+    state = attached.state_dict()
+    for name, value in [(name, value) for name in state for value in (None, [1], "x")]:
+        for states in ([state | {name: value}], [None, state | {name: value}]):
+            try:
+                attached.load_states(states)  # not all that is damaged is used
+            except dadplug.errors.DamagedError as error:
+                assert f"the state of site {len(states) - 1} in" in str(error)
+    for states in ([{}], [None, 3], [None, {"version": "x", "step": "x", "warm_up": "x", "mode": "rankdad"}]):
+        with pytest.raises(dadplug.errors.DamagedError, match=f"the state of site {len(states) - 1} in"):
+            attached.load_states(states)
+    attached.detach()
+
+
 def test_two_reductions_on_one_model_are_refused():
     model = layers()
     reduction = dadplug.GradientReduction(model, mode="dad")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from ..step.model_sync.samples import SampleCounter
 from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
 from ..support.logs import get_logger
 from ..support.refusals import refuse
-from ..support.signature import takes_keywords_of
+from ..support.signature import takes_keywords_of, whole_number
 from .agreement import Agreement, check_fragments
 from .captured import CapturedGradients
 from .delta_format import check_memory
@@ -703,6 +703,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             ValueError: if the state is of another way to train.
         """
         self._check_state(state, "warm_up")
+        whole_number(0)("steps", state["steps"])
         self.steps, self._weight = state["steps"], state["weight"]
         if state["warm_up"] is None and self._warm_up is not None:
             self._warm_up.detach(discard=True)
@@ -714,25 +715,13 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if state["agreement"] is not None:
             self._agreement.load_state_dict(state["agreement"])
 
-    def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Restore this site's state from those of all sites, as a checkpoint contains them.
-
-        A site that has none in it begins with an empty error memory, at the step of the others.
-
-        Args:
-            states: the states, by rank; None for sites that were absent.
-        """
-        own = states[self.site_rank] if self.site_rank < len(states) else None
-        other = next((each for each in states if each is not None), None)
-        if own is not None:
-            self.load_state_dict(own)
-        elif other is not None:
-            agreement = other["agreement"]
-            if agreement is not None:
-                empty = {"weight": 0, "format": {"errors": {}, "carries": {}}}
-                fragments = [dict(each) | empty for each in agreement["fragments"]]
-                agreement = dict(agreement) | {"fragments": fragments, "transit": None}
-            self.load_state_dict(dict(other) | {"weight": 0, "agreement": agreement})
+    def _state_after(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        agreement = state["agreement"]
+        if agreement is not None:
+            empty = {"weight": 0, "format": {"errors": {}, "carries": {}}}
+            fragments = [dict(each) | empty for each in agreement["fragments"]]
+            agreement = dict(agreement) | {"fragments": fragments, "transit": None}
+        return dict(state) | {"weight": 0, "agreement": agreement}
 
     def abort(self, reason: str) -> None:
         super().abort(reason)

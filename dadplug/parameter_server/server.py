@@ -581,20 +581,8 @@ class ParameterServer(ReplicatedModel):
         self._codec.load_state_dict(state["codec"])
         self._move_to(self._version, state.get("statistics", {}))
 
-    def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Restore this site's state from those of all sites, as a checkpoint contains them.
-
-        A site that has none in it begins with an empty compressor state, at the version of the others.
-
-        Args:
-            states: the states, by rank.
-        """
-        own = states[self.site_rank] if self.site_rank < len(states) else None
-        if own is not None:
-            self.load_state_dict(own)
-        elif (other := next((each for each in states if each is not None), None)) is not None:
-            empty = self._own_state() | {"reference": other["reference"]}
-            self.load_state_dict(dict(other) | empty)
+    def _state_after(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(state) | self._own_state() | {"reference": state["reference"]}
 
     # Calls of trainers that need nothing
 

@@ -313,11 +313,11 @@ class Method:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
-    def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restore what does not depend on the site, after `load_state_dict`.
+    def load_from(self, state: dict[str, Any]) -> None:
+        """Restore what does not depend on the site, after `load_state_dict`; called for each state of a checkpoint.
 
         Args:
-            states: what `state_dict` returned at all sites that wrote the checkpoint.
+            state: what `state_dict` returned at a site that wrote the checkpoint.
         """
 
 

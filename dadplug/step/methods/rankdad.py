@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -546,10 +546,9 @@ class RankDAD(Method):
             self.max_rank = min(state.get("rank", self._room), self.options.largest_rank)
             self.merger.load_state_dict(state.get("merger", self.merger.state_dict()))
 
-    def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_from(self, state: dict[str, Any]) -> None:
         if self.merger is not None:
-            for state in states:
-                self.merger.add_state(state.get("merger", {}))
+            self.merger.add_state(state.get("merger", {}))
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...errors import DadplugError, DroppedError, MismatchError
+from ...errors import DadplugError, DamagedError, DroppedError, MismatchError
 from ...exchange import Traffic, Transport, open_transport
 from ...exchange.codec import register
 from ...exchange.fields import NUMBER, fits
@@ -94,6 +94,19 @@ def load_joined(name: str, load: Callable[[Any], object], state: Any) -> None:
     except Exception as error:
         raise MismatchError(
             f"another site has sent a state of {name!r} that cannot be loaded here: {error!r}"
+        ) from error
+
+
+@contextmanager
+def named(rank: int) -> Iterator[None]:
+    """Name the site whose state is loaded inside a ``with`` block, in the error of one that cannot be loaded."""
+    try:
+        yield
+    except DadplugError:
+        raise
+    except Exception as error:
+        raise DamagedError(
+            f"the state of site {rank} in the checkpoint cannot be loaded ({error!r}): take another checkpoint"
         ) from error
 
 
@@ -303,6 +316,32 @@ class ReplicatedModel:
         """
         with self.traffic.apart():
             sameness.broadcast_buffers(self.shared, self._transport)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what ``state_dict`` of this site returned."""
+        raise NotImplementedError
+
+    def _state_after(self, state: Any) -> Any:
+        """Return the state of a site that has none of its own, from that of another one."""
+        raise NotImplementedError
+
+    def load_states(self, states: Sequence[Any]) -> None:
+        """Restore this site's state from those of all sites, as a checkpoint contains them.
+
+        A site that has none in it, since the checkpoint was written by fewer sites, or without this one, goes on at the
+        step of the others, and what it keeps from step to step begins anew.
+
+        Args:
+            states: the states, by rank; None for sites that were absent.
+
+        Raises:
+            ValueError: if the states are of another mode or way to train, or damaged; the message names the site.
+        """
+        found = [rank for rank, each in enumerate(states) if each is not None]
+        if found:
+            rank = self.site_rank if self.site_rank in found else found[0]
+            with named(rank):
+                self.load_state_dict(states[rank] if rank == self.site_rank else self._state_after(states[rank]))
 
     def _check_state(self, state: Mapping[str, Any], entry: str, value: Any = None) -> None:
         """Raise ValueError if a state to load has another value of an entry, or none at all, as of another class."""
