@@ -383,6 +383,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def _synchronize(self, stop: bool, deferral: Deferral | None) -> None:
         planner = self._planner
         self._drop_cleared()
+        if self._by_samples and not (self._counter.pending or self._idles) and planner.holds_written_gradients:
+            self._counter.count_replaced()
         if self._private is None:
             self._guard.warn_of_changes(planner.units, self._step)
         unformed: dict[str, Write] = {}

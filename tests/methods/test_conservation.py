@@ -32,7 +32,9 @@ SHARES: dict[str, tuple[str, list[list[int]]]] = {  # weighting; rows by step an
     "small batches": ("samples", [[16, 4, 9], [2, 1, 1], [3, 9, 16]]),
     "idle by samples": ("samples", [[16, 4, 9], [0, 9, 4], [9, 0, 0]]),
     "idle": ("uniform", [[4, 4, 4], [0, 4, 4], [4, 0, 0], [0, 4, 0]]),
+    "frozen": ("uniform", [[4, 4, 4]]),  # a layer for some steps
 }
+FROZEN = range(4, 6)
 
 
 def network() -> nn.Module:
@@ -53,6 +55,8 @@ def sum_of(options: dict[str, Any], shares: str, accumulates: bool) -> float:
     applied, true = ([torch.zeros_like(each) for each in model.parameters()] for _ in range(2))
     for step in range(STEPS + QUIET):
         counts, scale = table[step % len(table)], float(step < STEPS)
+        frozen = shares == "frozen" and step in FROZEN
+        model[2].requires_grad_(not frozen)
         model.zero_grad()
         for part in range(1 + accumulates if counts[rank] else 0):
             with reduction.no_sync() if part < accumulates else nullcontext():
@@ -66,10 +70,10 @@ def sum_of(options: dict[str, Any], shares: str, accumulates: bool) -> float:
             alone.zero_grad()
             for part in range(1 + accumulates):
                 alone(rows(step, site, part, counts[site])).square().mean().backward()
-            for total, each in zip(true, alone.parameters(), strict=True):
+            for total, each in zip(true, alone[0 : 2 if frozen else 3].parameters(), strict=False):
                 total += weights[site] / sum(weights) * each.grad
         for total, each in zip(applied, model.parameters(), strict=True):
-            total += each.grad
+            total += 0 if each.grad is None else each.grad
     assert reduction.first_difference() is None
     reduction.detach()
     assert min(float(each.norm()) for each in true) > 0.01

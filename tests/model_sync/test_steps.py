@@ -371,6 +371,7 @@ WRITTEN: dict[str, tuple[bool, Callable[[nn.Module, int, int], None]]] = {  # wh
     "by DLPack": (True, rewrite(write_by_dlpack)),
     "in hooks": (True, multiply_in_hooks),
     "as one list": (True, multiply_as_one_list),
+    "expanded": (True, rewrite(lambda each, values: setattr(each, "grad", values.mean().expand(each.shape)))),
     "without backward": (False, evolve),
     "zeros": (True, write_zeros_at_one_site),  # a site whose gradients are zero counts in the mean
 }
@@ -379,9 +380,12 @@ WRITTEN: dict[str, tuple[bool, Callable[[nn.Module, int, int], None]]] = {  # wh
 @support.at_sites(SITES)
 def test_what_stands_in_grad_is_agreed() -> None:
     for name, (clears, write) in WRITTEN.items():
+        weighting = "uniform" if name in ("without backward", "zeros") else "samples"  # which only backward counts
         for options in ({"mode": "dad"}, {"mode": "dsgd"}, {"mode": "rankdad", "rank": 2}):
-            model, alone = build(), [build() for _ in range(SITES)]
-            reduction = dadplug.GradientReduction(model, **options)
+            model, *alone = (build() for _ in range(1 + SITES))
+            if weighting == "samples":  # without a gradient that autograd forms
+                model, *alone = (nn.Sequential(each[0], each[1], each[3]) for each in (model, *alone))
+            reduction = dadplug.GradientReduction(model, weighting=weighting, **options)
             for step in range(4):
                 for site, each in enumerate([model, *alone], -1):
                     if clears or site >= 0:

@@ -276,7 +276,7 @@ class Method:
         """Restore the state of a weight as it was before the step, to the bit; also before it is encoded again."""
 
     def retain(self, names: Container[str]) -> None:
-        """Drop what is kept of the gradients of all other weights, such as those that have been frozen."""
+        """Drop what is kept of the gradients of all other weights, which are not in the model any more."""
         self.errors.retain(names)
 
     def fit_budget(self, widths: Sequence[tuple[int, int]]) -> None:

@@ -243,6 +243,10 @@ class ErrorFeedback:
         if staged is not None:
             self._spare[name] = staged
 
+    def update(self, other: ErrorFeedback) -> None:
+        """Take over the memory of another object, in place of what is here of the same weights."""
+        self._errors |= other._errors
+
     def forget(self, name: str) -> None:
         """Drop the memory of a weight, and its buffers."""
         for kept in (self._errors, self._staged, self._spare):

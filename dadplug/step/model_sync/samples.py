@@ -91,6 +91,7 @@ class SampleCounter:
         self.dealt: int | None = None
         self.of_site: tuple[int, int] | None = None
         self._counted: set[_Passes] = set()  # whose gradients have arrived in this step
+        self._discarded: set[_Passes] = set()  # whose gradients have been cleared or replaced last
         self.undelivered: list[tuple[int, _Passes]] = []
         self._block: _Passes | None = None  # of the innermost `fixed` that is open
         self._pass = _Passes(0)  # of the running forward pass, or the last one
@@ -199,13 +200,20 @@ class SampleCounter:
             self.undelivered.clear()
 
     def discard(self) -> None:
-        """Forget the backward passes so far, whose gradients have been cleared."""
+        """Forget the backward passes so far, whose gradients have been cleared or replaced."""
+        self._discarded = self._counted.copy()
         self._counted.clear()
         self.undelivered.clear()
+
+    def count_replaced(self) -> None:
+        """Count the passes of `discard` again, as the program has replaced their gradients and run no other pass."""
+        if not self._counted and self._pass in self._discarded:
+            self._counted |= self._discarded
 
     def reset(self) -> None:
         """Reset the counter, at the end of a step."""
         self._counted.clear()
+        self._discarded.clear()
         self.undelivered.clear()
         self.owned.clear()
         self.stated = self.of_site = None

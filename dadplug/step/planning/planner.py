@@ -31,7 +31,7 @@ from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..reducer.clipping import OutsizedGradients
 from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
-from ..units.base import Arrived, Unit, begin_step, mark_agreed
+from ..units.base import Arrived, Unit, begin_step, is_zero, mark_agreed
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .chains import (
     ChainReports,
@@ -394,6 +394,12 @@ class Planner:
         """Whether there are gradients that the program has written, or that the sites have not agreed on."""
         return any(unit.is_own for unit in self.units)
 
+    @property
+    def holds_written_gradients(self) -> bool:
+        """Whether there are such gradients that are not zero."""
+        own = (each.grad for unit in self.units if unit.is_own for each in unit.parameters.values())
+        return not all(is_zero(each) for each in own if each is not None)
+
     def drop_earlier(self) -> None:
         """Drop gradients of earlier steps to which factors would be added, for a site without data in this one."""
         for unit in self.units:
@@ -495,7 +501,7 @@ class Planner:
             MismatchError: if other sites have no new plan.
         """
         if self._reducer is not None:
-            self._rounding, self._expected = self._reducer.rounding(), self._reducer.expected
+            self._keep_rounding(self._reducer)
             self._reducer.close_plan(step, self._version)
         if self._added:
             sameness.check_values(self._model, self._added, self._transport)
@@ -627,7 +633,8 @@ class Planner:
     def grow(self) -> None:
         """Make the same plan for more sites, which have sent nothing so far; another one where so many have owners."""
         if self._reducer is not None and self.is_complete:
-            self._rounding, self._expected, state = self._reducer.rounding(), self._reducer.expected, self.plan_state()
+            self._keep_rounding(self._reducer)
+            state = self.plan_state()
             self.release()
             self._follow(state)
             had_owners, self._merging.sites = self.has_owners, self._transport.world_size
@@ -652,12 +659,17 @@ class Planner:
     def state_dict(self) -> dict[str, Any]:
         """Return what the plan carries from step to step, and the times by which a resumed run chooses the same."""
         if self._reducer is not None:
-            self._rounding, self._expected = self._reducer.rounding(), self._reducer.expected
+            self._keep_rounding(self._reducer)
         state = {"reference": self._reference, "rounding": self._rounding.state_dict()}
         chosen = {} if self.choice is None else self.choice.state_dict()
         link = self._merging.link or self._resumed
         measured = () if link is None else (self._transport.world_size, *astuple(link))
         return state | {"expected": self._expected, "choice": chosen, "link": measured}
+
+    def _keep_rounding(self, reducer: Reducer) -> None:
+        """Copy what a reducer carries to the next one, beside the errors of parameters that are frozen meanwhile."""
+        self._rounding.update(reducer.rounding())
+        self._expected = reducer.expected
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; further entries are ignored.
@@ -703,7 +715,9 @@ class Planner:
         self._order: list[Unit] = []  # in which gradients arrive
         self._earlier = dict(self._reasons)
         self.is_complete = False
-        self._method.retain({unit.name for unit in self.units})
+        named = {name for name, _ in self._model.named_parameters()} | {unit.name for unit in self.units}
+        self._method.retain(named)  # also of those that are frozen, which may be trained again
+        self._rounding.retain(named)
         compressed = (unit for unit in self.units if unit.path == GradientPath.LOWRANK and isinstance(unit, FactorUnit))
         self._method.fit_budget([unit.shape for unit in compressed])
         for unit in self.units:

@@ -681,7 +681,12 @@ def write_gradients(values: Sequence[tuple[torch.nn.Parameter, Tensor]], scale: 
         rooms.append(gradient)
     if rooms:
         shaped = [value if room.dim() == 1 else value.view(room.shape) for room, (_, value) in zip(rooms, values)]
-        torch._foreach_copy_(rooms, shaped)
+        try:
+            torch._foreach_copy_(rooms, shaped)
+        except RuntimeError:  # a program has put a tensor there whose elements share memory, such as an expanded one
+            for (parameter, _), value in zip(values, shaped, strict=True):
+                parameter.grad = torch.empty_like(parameter).copy_(value)
+            rooms = [parameter.grad for parameter, _ in values]
     if rooms and scale != 1.0:
         torch._foreach_mul_(rooms, scale)
 
