@@ -50,9 +50,6 @@ class Agreement:
             rows: each site's rows.
             paths: by name of the parameter, the path that the reduction's plan gives it.
         """
-        for errors in self._errors:
-            for name in errors.keys() - sites[0].keys():  # of a parameter that has been frozen
-                del errors[name]
         agreed: Gradients = {}
         self._reference = self._reference or sum(rows)
         for name in sites[0]:
