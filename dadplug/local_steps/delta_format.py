@@ -142,8 +142,6 @@ class DeltaFormat:
             start = sizes.get(wire.dtype, 0)
             self._slots[name] = _Slot(tensor.shape, tensor.dtype, wire, rank, start, size)
             sizes[wire.dtype] = start + size
-        self._errors.retain(self._slots)
-        self._carries = {name: carry for name, carry in self._carries.items() if name in self._slots}
         return sizes
 
     def rank_of(self, tensor: Tensor) -> int | None:
@@ -336,7 +334,6 @@ class SparseFormat:
             code = SparseCode(tensor.numel(), self._present)
             self._slots[name] = _SparseSlot(tensor.shape, tensor.dtype, code, slice(start, start + code.nbytes))
             start += code.nbytes
-        self._errors.retain(self._slots)
         return {torch.uint8: start}
 
     def encode(self, deltas: Mapping[str, Tensor], payloads: Mapping[torch.dtype, Tensor]) -> None:

@@ -184,6 +184,9 @@ def test_a_steady_delta_arrives_over_rounds_and_what_reaches_no_site_leaves_the_
     room = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in form.layout(delta).items()}
     arrived = {name: torch.zeros_like(each) for name, each in delta.items()}
     for number in range(80):
+        if number == 40:  # the others were frozen
+            form.layout({"bias": delta["bias"]})
+            form.layout(delta)
         before = form.state_dict()
         form.encode(delta, room)
         if number % 4 == 3:  # it has reached no site
