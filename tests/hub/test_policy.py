@@ -1,6 +1,7 @@
 """Local policies: what they allow, and that programs cannot loosen them."""
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -160,6 +161,15 @@ def test_a_policy_that_is_empty_or_cut_is_refused(tmp_path):
         path.write_text("".join(lines[:kept]))
         with pytest.raises(KitError, match=r"policy.toml has lost its (entries|last lines)"):
             Policy.load(path)
+        path.write_text("".join(lines[kept + 1 :]))
+        if kept >= lines.index("begin = 1\n"):
+            with pytest.raises(KitError, match=r"policy.toml has lost its (entries|first lines)"):
+                Policy.load(path)
+    for place in [place for place, each in enumerate("".join(lines)) if each == "\n"]:  # one bit of a line's end
+        for end in "*J":
+            path.write_text("".join(lines)[:place] + end + "".join(lines)[place + 1 :])
+            with suppress(KitError):
+                assert Policy.load(path) == strict
     path.write_text("".join(line for line in lines if not line.startswith(("begin", "end"))))  # of dadplug 0.3.0
     assert Policy.load(path) == strict
 

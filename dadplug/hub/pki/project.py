@@ -163,10 +163,17 @@ class Policy:
             KitError: if the file is missing or damaged: a kit without a policy does not allow everything.
         """
         table = read_toml(path)
-        if not table or (_BEGIN in table and _END not in table):
+        if not table or (_BEGIN in table) != (_END in table):
+            lost = "entries" if not table else "last lines" if _BEGIN in table else "first lines"
             raise KitError(
-                f"{path} has lost its {'last lines' if table else 'entries'}, and would allow more than the site does. "
-                f"Restore the file; where nothing is missing, let it end with `{_END} = 1`"
+                f"{path} has lost its {lost}, and would allow more than the site does. Restore the file; where nothing "
+                f"is missing, let it begin with `{_BEGIN} = 1` and end with `{_END} = 1`"
+            )
+        entries = "|".join((_BEGIN, *(each.name for each in fields(cls))))
+        if found := re.search(rf"#.*\w.*({entries}) = .*", read_file(path).decode()):
+            raise KitError(
+                f"{path}: the entry {found[1]} stands behind other words in a comment, as where the end of a line is "
+                f"lost: {found[0][-80:]!r}. Write it in a line of its own, or leave it out of the comment"
             )
         return cls.parse({name: table[name] for name in table if name not in (_BEGIN, _END)}, str(path))
 
