@@ -380,13 +380,17 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         for function in tuple(self.after_step):
             function()
 
-    def _synchronize(self, stop: bool, deferral: Deferral | None) -> None:
-        planner = self._planner
+    def _look_for_changes(self) -> None:
+        """Look for gradients that the program has cleared, replaced or changed since backward."""
         self._drop_cleared()
-        if self._by_samples and not (self._counter.pending or self._idles) and planner.holds_written_gradients:
+        if self._by_samples and not (self._counter.pending or self._idles) and self._planner.holds_written_gradients:
             self._counter.count_replaced()
         if self._private is None:
-            self._guard.warn_of_changes(planner.units, self._step)
+            self._guard.warn_of_changes(self._planner.units, self._step)
+
+    def _synchronize(self, stop: bool, deferral: Deferral | None) -> None:
+        planner = self._planner
+        self._look_for_changes()
         unformed: dict[str, Write] = {}
         if self._private is not None and not self._abstains:
             scale = self._method.loss_scales.of(planner.units[0].name) if planner.units else 1.0

@@ -92,8 +92,8 @@ class StepGuard:
         """
         if forwards is None or forwards != self._used:
             return
-        standing = (each for unit in self._agreed for each in unit.parameters.values() if each.grad is not None)
-        if not all(is_zero(each.grad) for each in standing):
+        gradients = (each.grad for unit in self._agreed for each in unit.parameters.values())
+        if not all(is_zero(each) for each in gradients if each is not None):
             own = self._reduction.sites[self._reduction.site_rank]
             raise MismatchError(
                 f"{own}: a second synchronize() after one backward(), which would replace gradients that are agreed "
