@@ -231,7 +231,7 @@ def test_weights_are_compared_by_default() -> None:
 def clipped(mode, before, accumulates):
     model = network()
     reduction = dadplug.GradientReduction(model, mode=mode)
-    with messages_of("reduction") as messages:
+    with messages_of("step.model_sync.step_guard") as messages:
         for _ in range(3):
             model.zero_grad()
             if accumulates:
