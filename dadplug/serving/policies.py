@@ -393,7 +393,7 @@ class Regression:
         mean = np.average(np.stack(list(outputs.values())).astype(np.float64), axis=0, weights=shares)
         distances = [self._distance(output, mean) for output in outputs.values()]
         spread = sum(share * distance for share, distance in zip(shares, distances, strict=True))
-        if outputs[model].dtype.kind == "f":  # that of whole numbers is none
+        if outputs[model].dtype.kind == "f":  # the mean of integers may be a fraction
             mean = np.asarray(mean).astype(outputs[model].dtype)
         return np.asarray(mean), None, model, 1.0 - spread
 

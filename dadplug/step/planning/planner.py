@@ -716,7 +716,7 @@ class Planner:
         self._earlier = dict(self._reasons)
         self.is_complete = False
         named = {name for name, _ in self._model.named_parameters()} | {unit.name for unit in self.units}
-        self._method.retain(named)  # also of those that are frozen, which may be trained again
+        self._method.retain(named)  # frozen weights may be trained again
         self._rounding.retain(named)
         compressed = (unit for unit in self.units if unit.path == GradientPath.LOWRANK and isinstance(unit, FactorUnit))
         self._method.fit_budget([unit.shape for unit in compressed])

@@ -680,7 +680,8 @@ def write_gradients(values: Sequence[tuple[torch.nn.Parameter, Tensor]], scale: 
             gradient = parameter.grad = torch.empty_like(parameter)
         rooms.append(gradient)
     if rooms:
-        shaped = [value if room.dim() == 1 else value.view(room.shape) for room, (_, value) in zip(rooms, values)]
+        pairs = zip(rooms, values, strict=True)
+        shaped = [value if room.dim() == 1 else value.view(room.shape) for room, (_, value) in pairs]
         try:
             torch._foreach_copy_(rooms, shaped)
         except RuntimeError:  # a program has put a tensor there whose elements share memory, such as an expanded one

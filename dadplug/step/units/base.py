@@ -529,11 +529,7 @@ class DenseUnit(Unit):
 
     def _arrive(self, on_arrival: Arrived, parameter: Tensor) -> None:
         if (gradient := parameter.grad) is not None:
-            try:  # as `version_of`, without a call of Python
-                self.version = gradient._version, gradient.data_ptr()
-            except RuntimeError:
-                self.version = version_of(gradient)
-            self.changed = False
+            self.version, self.changed = version_of(gradient), False
             if (arrived := on_arrival()) is not None:
                 arrived(self)
 
