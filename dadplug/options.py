@@ -32,6 +32,7 @@ MERGES = ("all", "owner", "auto")
 PRIVATE_MODES = ("dsgd", "rankdad")
 AUTO = "auto"
 _RANK = 8  # with rank="auto"
+_TABLE = 1 << 18  # numbers of a table from which rankdad sends its rows in int8 with rank="auto"
 
 
 _LOCAL = "local steps are not a mode of a reduction but dadplug.LocalSGD(model, optimizer)"
@@ -131,7 +132,7 @@ class Options(OptionSet):
     wire: str = option(
         AUTO,
         "number format on the network; fp32 stands for the parameters' own; auto: int8 for the low-rank factors of "
-        "rankdad with rank=auto, else fp32",
+        "rankdad with rank=auto, and for its rows of large tables, else fp32",
         choices=(*WIRES, AUTO),
     )
     dense: str = option("lowrank", "rankdad: treatment of weights that have no factors", choices=DENSES)
@@ -261,12 +262,17 @@ class Options(OptionSet):
         """Largest rank of a layer's compressed gradient."""
         return self.rank if isinstance(self.rank, int) else _RANK
 
-    def wire_of(self, path: str) -> str:
-        """Return the name of the number format of gradients that take a path."""
+    def wire_of(self, path: str, table: int = 0) -> str:
+        """Return the name of the number format of gradients that take a path.
+
+        Args:
+            path: the path.
+            table: numbers of a table whose rows are sent; 0 for anything else.
+        """
         if self.wire != AUTO:
             return self.wire
         many_in_int8 = (self.mode, self.rank) == ("rankdad", AUTO)
-        return "int8" if many_in_int8 and path == GradientPath.LOWRANK else "fp32"
+        return "int8" if many_in_int8 and (path == GradientPath.LOWRANK or table >= _TABLE) else "fp32"
 
     @property
     def requirements(self) -> Requirements | None:

@@ -22,7 +22,6 @@ from ..errors import DamagedError, MismatchError, NonFiniteError
 from ..exchange import Transport, codec
 from ..exchange.factor_buckets import FactorPayload, finite, multiplies
 from ..exchange.fields import checked
-from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor, stack_by_form
 from ..options import Options
 from ..step.fused import GradientProduct
@@ -564,9 +563,6 @@ class ContributionCodec:
         lost = {name: each.reshape(-1)[: sizes[name]] for name, each in state.items()}  # once in whole rows
         self._lost.load_state_dict({"errors": lost})
 
-    def _wire(self, unit: Unit) -> WireFormat:
-        return wire_format(self._options.wire_of(unit.path), unit.lead.dtype)
-
     # Encoding
 
     def encode(self, gradients: Mapping[str, UnitGradient], samples: int, settings: Any) -> bytes:
@@ -612,12 +608,12 @@ class ContributionCodec:
                 self._method.check_rank(unit.name, factor.rows)
                 payload = self._method.encode(unit.name, factor, unit.bias is not None)
             else:
-                payload = FactorPayload(factor.deltas, factor.activations)
+                payload = self._method.encode_table(unit.name, factor, unit.wire(self._options))
         except FloatingPointError as error:
             raise not_finite(unit.name) from error
         if not payload.finite():
             raise not_finite(unit.name)
-        wire = self._wire(unit)
+        wire = unit.wire(self._options)
         bias = None if payload.bias is None else wire.encode(payload.bias[None])[0]
         right = payload.right if factor.form.table_rows else wire.encode(payload.right)
         return wire.encode(payload.left), right, bias
@@ -627,7 +623,7 @@ class ContributionCodec:
         if not finite(gradient):
             raise not_finite(name)
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1) * weight
-        wire = self._wire(unit)
+        wire = unit.wire(self._options)
         if not wire.quantised:
             return wire.encode(flat)
         flat = flat.float()
@@ -665,7 +661,7 @@ class ContributionCodec:
 
     def _check(self, unit: Unit, rows: Any, formed: Any) -> None:
         """Raise ValueError if shapes or types of a unit's parts are not possible."""
-        wire = self._wire(unit)
+        wire = unit.wire(self._options)
         if rows is not None:
             left, right, bias = rows
             if not isinstance(unit, FactorUnit):
@@ -747,7 +743,7 @@ class ContributionCodec:
 
     def _decode_rows(self, unit: FactorUnit, rows: Sequence[tuple[Any, float]]) -> list[FactorPayload]:
         """Return what the sites of a commit have sent of a unit."""
-        wire, device, dtype = self._wire(unit), unit.lead.device, unit.lead.dtype
+        wire, device, dtype = unit.wire(self._options), unit.lead.device, unit.lead.dtype
         payloads = []
         for (left, right, bias), _ in rows:
             right = right if unit.form is not None and unit.form.table_rows else wire.decode(right)
@@ -757,7 +753,7 @@ class ContributionCodec:
 
     def _sum_dense(self, unit: Unit, name: str, parts: Sequence[tuple[Tensor, float]]) -> Tensor:
         """Return the sum of formed gradients, each times its factor, in the order of the commit."""
-        parameter, wire = unit.parameters[name], self._wire(unit)
+        parameter, wire = unit.parameters[name], unit.wire(self._options)
         total: Tensor | None = None
         for encoded, scale in parts:
             value = wire.decode_flat(encoded, parameter.numel())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...exchange.factor_buckets import FactorPayload, StackedShares, StackedSlots
 from ...exchange.restrictions import check_restricted_rank, check_restrictions
-from ...exchange.wire import wire_format
+from ...exchange.wire import WireFormat, wire_format
 from ...hooks import LINEAR, CapturedLayer, Factor, Form
 from ...lowrank import sum_of_products, sum_one_by_one
 from ...lowrank.dispatch import NumbaKernels, cpu_kernels
@@ -136,7 +136,7 @@ class MethodOptions(Protocol):
     @property
     def budget(self) -> int | None: ...
 
-    def wire_of(self, path: str) -> str: ...
+    def wire_of(self, path: str, table: int = 0) -> str: ...
 
     @property
     def share_inputs(self) -> bool: ...
@@ -241,6 +241,16 @@ class Method:
             FloatingPointError: if the method finds NaN or Inf in the factors.
         """
         raise NotImplementedError(f"mode {self.name!r} has no factor path")
+
+    def encode_table(self, name: str, factor: Factor, wire: WireFormat) -> FactorPayload:
+        """Encode rows of a table; by default as they are. As `encode` in all else.
+
+        Args:
+            name: the name of the weight.
+            factor: the site's factors: deltas, and numbers of rows, each once.
+            wire: the format in which they are sent.
+        """
+        return FactorPayload(factor.deltas, factor.activations)
 
     def check_rank(self, name: str, rows: int) -> None:
         """Check how many rows would be sent for those of a layer's input, against this site's kit; before `encode`.

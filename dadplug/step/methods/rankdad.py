@@ -25,6 +25,7 @@ from ...support.schedules import current
 from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method
 from .feedback import ErrorFeedback, LossScales, MergeMemory
 from .formed import FormedSlot, FormedState
+from .tables import TableMemory
 
 _FEW = 8  # components that a step may have with int8, however few its rows are
 _SAMPLES = 4  # for each component that is sent of a layer whose input is data
@@ -175,6 +176,7 @@ class RankDAD(Method):
         self._caps = not isinstance(options.rank, int) and options.budget is None  # the rank of layers fed by data
         self._whole: dict[str, bool] = {}  # whether all that is not sent of a weight's gradient is kept, as a matrix
         self._decay = 1.0 if options.memory_decay is None else options.memory_decay
+        self._tables = TableMemory(self.errors.enabled, self._decay)
         self._states: dict[str, _State] = {}
         self._staged: dict[str, _State] = {}
         self._spare: dict[str, _Storage | FormedState] = {}  # by layer, storage that a state has left
@@ -253,6 +255,10 @@ class RankDAD(Method):
             self._release(name, before)
         self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1, fits=shape)
         return payload
+
+    def encode_table(self, name: str, factor: Factor, wire: WireFormat) -> FactorPayload:
+        loss_scale = self.loss_scales.of(name) if LossScales.scaled else 1.0
+        return self._tables.encode(name, factor, wire, self.weight, loss_scale)
 
     def _how(self, name: str, state: _State) -> dict[str, Any]:
         """Return the options of a compression."""
@@ -449,7 +455,9 @@ class RankDAD(Method):
     def commit(self, name: str, weight: float | None = None) -> None:
         if weight == 0.0:  # the step has taken nothing of what was sent
             self.rollback(name)
-        elif name in self._staged:
+            return
+        self._tables.commit(name, weight)
+        if name in self._staged:
             staged, before = self._staged.pop(name), self._states.get(name, _State())
             if weight not in (None, staged.weight):
                 staged = self._settled(name, staged, before, weight)
@@ -487,10 +495,12 @@ class RankDAD(Method):
 
     def rollback(self, name: str) -> None:
         self.errors.rollback(name)
+        self._tables.rollback(name)
         self._release(name, self._staged.pop(name, None))
 
     def retain(self, names: Container[str]) -> None:
         super().retain(names)
+        self._tables.retain(names)
         for name, state in self._states.items():
             if name not in names:
                 self._whole.pop(name, None)
@@ -514,6 +524,7 @@ class RankDAD(Method):
             "room": {name: state.room for name, state in states},
             "weights": {name: state.weight for name, state in states},
             "errors": self.errors.state_dict(),
+            "tables": self._tables.state_dict(),
             "calls": {name: state.calls for name, state in states},
             "whole": {name: self._whole[name] for name, _ in states if name in self._whole},
             "rank": self.max_rank,
@@ -538,6 +549,7 @@ class RankDAD(Method):
             for name in names
         }
         self.errors.load_state_dict(state["errors"])
+        self._tables.load_state_dict(state.get("tables", {}))
         if self._keeps_rows:  # otherwise the options say it
             chosen = dict.fromkeys(lost, False) | dict.fromkeys(state["errors"]["errors"], True)
             self._whole = chosen | state.get("whole", {})

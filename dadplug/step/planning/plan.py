@@ -10,7 +10,6 @@ from typing import overload
 from torch import nn
 
 from ...exchange import Transport
-from ...exchange.wire import wire_format
 from ...options import Options
 from ...support.logs import table
 from ..methods import Method
@@ -250,7 +249,7 @@ class PayloadCosts:
             return self._factor_bytes(unit, name)
         if self._reducer is not None:
             return self._reducer.sent_bytes(unit)
-        wire = wire_format(self._options.wire_of(unit.path), unit.lead.dtype)
+        wire = unit.wire(self._options)
         return handler_type(unit.path, self._transport).payload_bytes(unit, self._method, wire, self._transport)
 
     def _exposure(self, unit: Unit | None, path: str, shape: tuple[int, ...]) -> str:
@@ -268,7 +267,7 @@ class PayloadCosts:
     def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
         rows = None if self._reducer is None else self._reducer.room(unit)
         transport, owner = self._transport, self._owners.get(unit.name)
-        wire = wire_format(self._options.wire_of(unit.path), unit.lead.dtype)
+        wire = unit.wire(self._options)
         itemsize, place = wire.itemsize, (transport.rank, 1 + transport.copies)
         rate = transport.copies * itemsize
         if name == unit.bias:

@@ -392,7 +392,7 @@ class SiteFactorHandler(GatheredHandler):
                 if method.traits.detects_nonfinite and not payload.left.is_cuda:
                     return payload
             else:
-                payload = FactorPayload(factor.deltas, factor.activations)
+                payload = method.encode_table(unit.name, factor, context.wire(unit))
             if not self.context.checks_finite or payload.finite():
                 return payload
         except FloatingPointError:

@@ -367,7 +367,7 @@ class HandlerContext:
 
     def wire(self, unit: Unit) -> WireFormat:
         """Return the format in which a unit's gradients are sent."""
-        return wire_format(self.options.wire_of(unit.path), unit.lead.dtype)
+        return unit.wire(self.options)
 
 
 class BucketHandler(ABC):

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from ...exchange.wire import WireFormat, wire_format
 from ...hooks import OwnHook
-from ..methods.base import GradientPath
+from ..methods.base import GradientPath, MethodOptions
 
 _ATEN = torch.ops.aten
 # Attribute of a gradient: number of the reduction that has synchronized it, and its version then; empty for a cleared
@@ -432,6 +433,15 @@ class Unit:
     def shape(self) -> tuple[int, int]:
         """Height and width of the weight as a matrix: for fully connected layers the widths of output and input."""
         return matrix_shape(self.lead)
+
+    @property
+    def table_size(self) -> int:
+        """Numbers of a table whose gradient is dense; 0 for anything else."""
+        return 0
+
+    def wire(self, options: MethodOptions) -> WireFormat:
+        """Return the format in which the gradients are sent."""
+        return wire_format(options.wire_of(self.path, self.table_size), self.lead.dtype)
 
     @property
     def has_gradient(self) -> bool:

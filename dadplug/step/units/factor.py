@@ -249,6 +249,10 @@ class FactorUnit(Unit):
         super().leave(discard=discard)
 
     @property
+    def table_size(self) -> int:
+        return self.lead.numel() if self.form is not None and self.form.table_rows and not self.form.sparse else 0
+
+    @property
     def widths(self) -> tuple[int, int]:
         """Widths of the two rows that are sent."""
         return self.shape if self.form is None else self.form.widths(self.shape)
