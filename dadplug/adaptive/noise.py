@@ -279,7 +279,8 @@ class GradientNoise:
         """Add estimates to the averages; those out of range do not count."""
         for name, estimate in estimates.items():
             if abs(estimate.variance) < _LARGEST and abs(estimate.squared_norm) < _LARGEST:
-                self._averages[name] = _Average.after(self._averages.get(name), step, estimate)
+                before = self._averages.get(name)
+                self._averages[name] = _Average.after(before, step, estimate, max(1, self._agreed_every))
         self._sum_up()
 
     def _sum_up(self) -> None:
@@ -307,10 +308,10 @@ class _Average(NamedTuple):
     step: int
 
     @classmethod
-    def after(cls, before: _Average | None, step: int, estimate: NoiseEstimate) -> _Average:
-        """Return the average with one more estimate."""
+    def after(cls, before: _Average | None, step: int, estimate: NoiseEstimate, every: int) -> _Average:
+        """Return the average with one more estimate; the first one counts as one that comes `every` steps after it."""
         if before is None:
-            return cls(*estimate, 1.0, step)
+            before = cls(0.0, 0.0, 0.0, step - every)
         keep = _MEMORY / (_MEMORY + step - before.step)
         variance = keep * before.variance + (1.0 - keep) * estimate.variance
         squared_norm = keep * before.squared_norm + (1.0 - keep) * estimate.squared_norm

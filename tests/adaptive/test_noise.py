@@ -279,6 +279,15 @@ def test_cleared_gradients_do_not_count_and_loss_scales_are_taken_out():
         reduction.detach()
 
 
+def test_the_first_estimate_counts_no_more_than_those_after_it():
+    average = None
+    for number, variance in enumerate((9.0, 0.0, 0.0)):
+        average = noise._Average.after(average, 100 + 32 * number, NoiseEstimate(variance, 1.0), 32)
+    keep = 300 / 332
+    assert average.value.variance == pytest.approx(9.0 * keep**2 / (keep**2 + keep + 1))
+    assert average.value.squared_norm == pytest.approx(1.0)
+
+
 def test_state_goes_on_where_it_was_saved():
     model = build("mlp")
     for mode in ("dad", "dsgd"):
