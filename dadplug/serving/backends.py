@@ -137,9 +137,10 @@ def backend_of(model: Any, options: ServingOptions) -> Backend:
     """
     if isinstance(model, Model):
         return ProcessBackend(model, options)
-    if callable(model):
+    if callable(model) and not isinstance(model, type):
         return ObjectBackend(model)
-    raise LoadError(f"a model is a path, a dadplug.serving.Model, a module or a function, not {type(model).__name__}")
+    kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    raise LoadError(f"a model is a path, a dadplug.serving.Model, a module or a function, not {kind}")
 
 
 def runner_of(module: Any, channels_last: bool = False) -> Callable[[Array], Any]:

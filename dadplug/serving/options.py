@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,14 +14,24 @@ import numpy as np
 
 from ..errors import InputError, LoadError
 from ..support.refusals import refuse
-from .policies import Policy
+from ..support.signature import (
+    Check,
+    OptionSet,
+    check_hub_timeout,
+    check_seconds,
+    number,
+    option,
+    valid,
+    whole_number,
+)
+from .policies import POLICIES, TASKS, Policy
 
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _MOST_DIMENSIONS = 8
 Shape = tuple[int | None, ...]
-_POSITIVE = (
-    *("slo", "max_batch", "max_waiting", "feedback_seconds", "max_open", "max_contexts"),
-    *("hang_seconds", "load_seconds", "threads"),
+_check_dtype = valid(f"None or one of {', '.join(DTYPES)}", lambda value: value is None or value in DTYPES)
+_check_shape = valid(
+    "a tuple of sizes of at least 1, None for any, or None", lambda value: value is None or _is_shape(value)
 )
 
 
@@ -40,6 +52,9 @@ class Model:
         input_shape: shape of one input, None for a size that varies; None to have it from the file.
         dtype: dtype of the inputs; None to have it from the file.
 
+    Raises:
+        ValueError: if a value is not valid; the message describes the valid ones.
+
     Example:
         >>> from dadplug.serving import Model
         >>> Model("best.ckpt", builder="train.py:Classifier", input_shape=(1, 28, 28)).path
@@ -51,6 +66,13 @@ class Model:
     arguments: dict[str, Any] | None = field(default=None, hash=False)
     input_shape: Shape | None = None
     dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        valid("a path", lambda value: isinstance(value, (str, os.PathLike)))("path", self.path)
+        is_keywords = valid("a dictionary or None", lambda value: value is None or isinstance(value, dict))
+        is_keywords("arguments", self.arguments)
+        _check_shape("input_shape", self.input_shape)
+        _check_dtype("dtype", self.dtype)
 
     def description(self) -> dict[str, Any]:
         """Return the values for the model's process, which JSON can hold.
@@ -157,6 +179,10 @@ def _is_shape(given: Any) -> bool:
     return isinstance(given, (tuple, list)) and all(each is None or (type(each) is int and each > 0) for each in given)
 
 
+def _may_be_file(path: Path) -> bool:
+    return path.absolute().parent.is_dir() and not path.is_dir()
+
+
 def _fits(first: Shape, second: Shape) -> bool:
     return len(first) == len(second) and all(None in (a, b) or a == b for a, b in zip(first, second, strict=True))
 
@@ -185,87 +211,109 @@ def merged(schemas: Sequence[Schema]) -> Schema:
     return Schema(shape, dtype)
 
 
-@dataclass(frozen=True)
-class ServingOptions:
-    """Options of a predictor, given as keywords.
+def check_models(models: Any) -> None:
+    """Raise ValueError if an argument is no dictionary with a model, by names."""
+    is_named = isinstance(models, Mapping) and all(isinstance(name, str) and name for name in models)
+    refuse(
+        (
+            not is_named,
+            f"models must be a dictionary by name, such as {{'global': model}}, got {type(models).__name__}",
+        ),
+        (is_named and not models, "there is no model to serve"),
+    )
 
-    Attributes:
-        slo: latency goal in seconds.
-        policy: ``"fixed"``, ``"exp3"``, ``"exp4"`` or a `Policy`.
-        context: name of the field that holds a request's context, such as ``"site"``; None without contexts.
-        task: ``"classification"``: outputs are scores of classes; ``"regression"``: outputs are numbers.
-        scale: for regression, the error that counts as the largest loss.
-        input_shape: shape of one input, None for a size that varies; None to have it from the models' files.
-        dtype: dtype of the inputs; None to have it from the models' files.
-        deadline: seconds after which a request without an answer fails with status 503; None for 20 times `slo`, at
-            least 10 seconds.
-        max_batch: upper limit of the batch size.
-        max_waiting: largest number of requests that wait for one model; further ones fail with status 503.
-        cache_bytes: size of the cache; 0 for no cache, also none for concurrent requests.
-        feedback_seconds: time limit of feedback.
-        max_open: largest number of predictions that wait for feedback.
-        max_contexts: largest number of contexts with weights.
-        state: file of the policy's weights, read at the start and written after feedback and at the end.
-        reload: whether a model is loaded again when its file changes.
-        hang_seconds: time without an answer after which a model's process is ended and started again.
-        load_seconds: time limit for loading a model.
-        threads: threads of each model's process.
+
+def _named(kind: str, registry: Mapping[str, Any]) -> Check:
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, str):
+            raise ValueError(f"unknown {kind} {value!r}; valid ones are {', '.join(registry)}")
+        registry[value]
+
+    return check
+
+
+def _check_policy(name: str, value: Any) -> None:
+    if not isinstance(value, Policy):
+        _named("policy", POLICIES)(name, value)
+
+
+@dataclass(frozen=True)
+class ServingOptions(OptionSet):
+    """Options of `Predictor` and `dadplug.serve`.
 
     Raises:
-        ValueError: if a value is out of range.
+        ValueError: if a value is not valid; the message describes the valid ones.
     """
 
-    slo: float = 0.05
-    policy: str | Policy = "fixed"
-    context: str | None = None
-    task: str = "classification"
-    scale: float = 1.0
-    input_shape: Shape | None = None
-    dtype: str | None = None
-    deadline: float | None = None
-    max_batch: int = 256
-    max_waiting: int = 4096
-    cache_bytes: int = 64 << 20
-    feedback_seconds: float = 3600.0
-    max_open: int = 100_000
-    max_contexts: int = 10_000
-    state: str | Path | None = None
-    reload: bool = True
-    hang_seconds: float = 10.0
-    load_seconds: float = 120.0
-    threads: int = 1
+    slo: float = option(0.05, "latency goal in seconds", check_seconds)
+    policy: str | Policy = option("fixed", '``"fixed"``, ``"exp3"``, ``"exp4"`` or a `Policy`', _check_policy)  # noqa: RUF009
+    context: str | None = option(
+        None,
+        'name of the field that holds a request\'s context, such as ``"site"``; None without contexts',
+        valid(
+            "the name of a further field of requests, such as 'site', or None",
+            lambda value: value is None or (isinstance(value, str) and value not in ("", "input")),
+        ),
+    )
+    task: str = option(
+        "classification",
+        '``"classification"``: outputs are scores of classes; ``"regression"``: outputs are numbers',
+        _named("task", TASKS),
+    )
+    scale: float = option(
+        1.0,
+        "for regression, the error that counts as the largest loss",
+        number("a positive number", lambda value: 0 < value < math.inf),
+    )
+    input_shape: Shape | None = option(  # noqa: RUF009
+        None,
+        "shape of one input, None for a size that varies; None to have it from the models' files",
+        _check_shape,
+    )
+    dtype: str | None = option(
+        None,
+        "dtype of the inputs; None to have it from the models' files",
+        _check_dtype,
+    )
+    deadline: float | None = option(
+        None,
+        "seconds after which a request without an answer fails with status 503; None for 20 times `slo`, at least 10 "
+        "seconds",
+        check_hub_timeout,
+    )
+    max_batch: int = option(256, "upper limit of the batch size", whole_number(1))
+    max_waiting: int = option(
+        4096,
+        "largest number of requests that wait for one model; further ones fail with status 503",
+        whole_number(1),
+    )
+    cache_bytes: int = option(
+        64 << 20, "size of the cache; 0 for no cache, also none for concurrent requests", whole_number(0)
+    )
+    feedback_seconds: float = option(
+        3600.0, "time limit of feedback", number("a positive number of seconds", lambda value: value > 0)
+    )
+    max_open: int = option(100_000, "largest number of predictions that wait for feedback", whole_number(1))
+    max_contexts: int = option(10_000, "largest number of contexts with weights", whole_number(1))
+    state: str | Path | None = option(  # noqa: RUF009
+        None,
+        "file of the policy's weights, read at the start and written after feedback and at the end",
+        valid(
+            "None or the path of a file in a folder that exists",
+            lambda value: value is None or (isinstance(value, (str, Path)) and _may_be_file(Path(value))),
+        ),
+    )
+    reload: bool = option(True, "whether a model is loaded again when its file changes")
+    hang_seconds: float = option(
+        10.0, "time without an answer after which a model's process is ended and started again", check_seconds
+    )
+    load_seconds: float = option(120.0, "time limit for loading a model", check_seconds)
+    threads: int = option(1, "threads of each model's process", whole_number(1))
 
     def __post_init__(self) -> None:
-        refuse(
-            *(
-                (not getattr(self, name) > 0, f"{name} has to be positive, not {getattr(self, name)}")
-                for name in _POSITIVE
-            ),
-            (
-                self.deadline is not None and not self.deadline >= self.slo,
-                f"deadline ({self.deadline} s) has to be at least slo ({self.slo} s)",
-            ),
-            (
-                not isinstance(self.cache_bytes, int) or self.cache_bytes < 0,
-                f"cache_bytes has to be a whole number of at least 0, not {self.cache_bytes}",
-            ),
-            (
-                self.context in ("", "input"),
-                f"context={self.context!r} is no name of a further field of requests, such as 'site'",
-            ),
-            (
-                self.input_shape is not None and not _is_shape(self.input_shape),
-                f"input_shape has to be a tuple of sizes of at least 1, None for any, not {self.input_shape!r}",
-            ),
-            (
-                self.state is not None and not Path(self.state).absolute().parent.is_dir(),
-                f"state={str(self.state)!r}: there is no folder for this file, make it first",
-            ),
-            (
-                self.dtype is not None and self.dtype not in DTYPES,
-                f"unknown dtype {self.dtype!r}; valid ones are {', '.join(DTYPES)}",
-            ),
-        )
+        super().__post_init__()
+        if self.longest < self.slo:
+            raise ValueError(f"deadline ({self.deadline} s) has to be at least slo ({self.slo} s)")
 
     @property
     def longest(self) -> float:

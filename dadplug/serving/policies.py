@@ -30,8 +30,10 @@ import numpy as np
 
 from ..errors import FeedbackError, ModelError
 from ..support.registry import Registry
+from ..support.signature import number
 
 _SMALLEST = 1e-300  # a weight never becomes zero
+_check_share = number("a number from 0 up to, but not, 1", lambda value: 0 <= value < 1)
 
 
 class Choice(NamedTuple):
@@ -207,8 +209,8 @@ class Exp3(Policy):
 
     def __init__(self, gamma: float = 0.1, share: float = 1e-3, seed: int | None = None) -> None:
         super().__init__()
-        if not 0 < gamma <= 1 or not 0 <= share < 1:
-            raise ValueError(f"gamma has to be in (0, 1] and share in [0, 1), not {gamma} and {share}")
+        number("a number above 0 and up to 1", lambda value: 0 < value <= 1)("gamma", gamma)
+        _check_share("share", share)
         self._gamma, self._share, self._random = gamma, share, random.Random(seed)
 
     def choose(self, context: str) -> Choice:
@@ -251,8 +253,8 @@ class Exp4(Policy):
 
     def __init__(self, eta: float = 0.3, share: float = 1e-3) -> None:
         super().__init__()
-        if eta <= 0 or not 0 <= share < 1:
-            raise ValueError(f"eta has to be positive and share in [0, 1), not {eta} and {share}")
+        number("a positive number", lambda value: 0 < value < math.inf)("eta", eta)
+        _check_share("share", share)
         self._eta, self._share = eta, share
 
     def choose(self, context: str) -> Choice:
@@ -359,14 +361,9 @@ class Regression:
 
     Args:
         scale: error that counts as the largest loss, 1.
-
-    Raises:
-        ValueError: if the scale is not positive.
     """
 
     def __init__(self, scale: float = 1.0) -> None:
-        if not scale > 0:
-            raise ValueError(f"scale has to be positive, not {scale}")
         self._scale = scale
 
     def keep(self, output: Array) -> Array:
@@ -426,7 +423,7 @@ def task_of(name: str, scale: float) -> Task:
     """Return a task by its name.
 
     Raises:
-        ValueError: if there is none of this name, or the scale is not positive.
+        ValueError: if there is none of this name.
     """
     return Regression(scale) if TASKS[name] is Regression else Classification()
 

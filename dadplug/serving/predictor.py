@@ -17,9 +17,10 @@ from ..errors import FeedbackError, InputError, ModelError, ServingError, Unavai
 from ..support.files import write_file
 from ..support.logs import get_logger
 from ..support.prometheus import exposition
+from ..support.signature import takes_keywords_of
 from .backends import backend_of, stamp_of
 from .cache import KnownInput, PredictionCache, Result, digest_of
-from .options import Model, Schema, ServingOptions, merged
+from .options import Model, Schema, ServingOptions, check_models, merged
 from .policies import Choice, FeedbackJournal, Record, policy_of, task_of
 from .served_model import Metrics, ServedModel
 
@@ -201,10 +202,10 @@ class Predictor:
         True
     """
 
+    @takes_keywords_of(ServingOptions)
     def __init__(self, models: Mapping[str, Any], **options: Any) -> None:
-        self.options = ServingOptions(**options)
-        if not models:
-            raise ValueError("there is no model to serve")
+        self.options = ServingOptions.create(**options)
+        check_models(models)
         self._policy = policy_of(self.options.policy)
         self._policy.bind(list(models))
         self._task = task_of(self.options.task, self.options.scale)

@@ -21,6 +21,7 @@ from dadplug.serving import (
     ServingOptions,
     UnavailableError,
 )
+from dadplug.serving.options import check_models
 
 from .http_app import JSON, NPY, dump_npy
 
@@ -54,9 +55,8 @@ class PredictionServer:
         max_connections: int = 1000,
         **options: Any,
     ) -> None:
-        ServingOptions(**options)
-        if not models:
-            raise ValueError("there is no model to serve")
+        ServingOptions.create(**options)
+        check_models(models)
         if importlib.util.find_spec("litserve") is None:
             raise ImportError("dadplug.serve needs LitServe, which is not installed: pip install 'dadplug[serve]'")
         from .lit_server import PredictorServer

@@ -18,13 +18,22 @@ import numpy as np
 import pytest
 import support
 import torch
-from dadplug.runners.serving import PredictionClient
+from dadplug.runners.serving import PredictionClient, PredictionServer
 from prometheus_client.parser import text_string_to_metric_families
 from served import HeldModel, patient_predictor
 from support import refuses
 
-from dadplug.serving import FeedbackError, InputError, LoadError, ModelError, UnavailableError
-from dadplug.tools.cli.commands import named, seconds, shape
+from dadplug.serving import (
+    Exp3,
+    FeedbackError,
+    InputError,
+    LoadError,
+    Model,
+    ModelError,
+    ServingOptions,
+    UnavailableError,
+)
+from dadplug.tools.cli.commands import main, named, seconds, shape
 
 SECONDS = 120.0
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "serve_digits.py"
@@ -117,7 +126,7 @@ def test_the_extra_is_named_if_litserve_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "litserve", None)
     refuses(
         (lambda: dadplug.serve({"m": lambda batch: batch}), r"pip install 'dadplug\[serve\]'"),
-        (lambda: dadplug.serve({"m": lambda batch: batch}, slo=-1), "slo has to be positive", ValueError),
+        (lambda: dadplug.serve({"m": lambda batch: batch}, slo=-1), "slo must be a positive number", ValueError),
         error=ImportError,
     )
 
@@ -145,6 +154,13 @@ def test_durations_and_shapes(parse, values, invalid):
     for wrong in invalid:
         with pytest.raises(argparse.ArgumentTypeError):
             parse(wrong)
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "-1", "x"])
+def test_a_wrong_size_of_the_cache_is_named(size, capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "m.pt", f"--cache-mb={size}"])
+    assert "is no number of megabytes such as 64" in capsys.readouterr().err
 
 
 def test_names_of_models():
@@ -365,26 +381,52 @@ def test_contexts_have_to_be_given_where_they_are_used():
         )
 
 
-def test_what_cannot_be_served_is_refused():
-    def serve(**options: object) -> None:
-        patient_predictor({"m": identity}, **options)
+WRONG = {  # each names the option and describes valid values
+    "slo": (0, -1, math.inf, math.nan, "50ms", None, True),
+    "policy": ("best", None, 3, ["exp4"], Exp3),
+    "context": ("", "input", 3, ["site"]),
+    "task": ("ranking", None, 3),
+    "scale": (0.0, -1, math.nan, math.inf, "1", None),
+    "input_shape": (4, (0,), (-1, 3), (1.5,), "4", (True,)),
+    "dtype": ("complex64", torch.float32, 3),
+    "deadline": (0.01, math.nan, math.inf, "1s"),
+    "max_batch": (0, 1.5, math.inf, "8", None),
+    "max_waiting": (0, 1.5, "8", None),
+    "cache_bytes": (-1, 1e6, math.inf, "64MB", None),
+    "feedback_seconds": (0, math.nan, "1", None),
+    "max_open": (0, 1.5, "1"),
+    "max_contexts": (0, 1.5, "1"),
+    "state": ("absent/weights.json", "", Path.cwd(), 3),
+    "reload": ("yes", None, 1),
+    "hang_seconds": (0, math.inf, "1"),
+    "load_seconds": (0, math.inf, "1"),
+    "threads": (0, 1.5, "1", None),
+    "slow": (1,),
+}
 
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_of_an_option_is_an_error_that_names_it(name):
+    assert {"slow", *ServingOptions.names()} == set(WRONG)
+    for value in WRONG[name]:
+        with pytest.raises(ValueError, match=rf"{name}\b.*(must be|valid (ones|options) are|has to be)"):
+            patient_predictor({"m": identity}, **{"slo": 0.05, name: value})
+
+
+def test_what_cannot_be_served_is_refused():
+    linear = torch.nn.Linear(2, 2)
     refuses(
-        (lambda: serve(slo=0), "slo has to be positive"),
-        (lambda: serve(slo=0.05, deadline=0.01), "deadline"),
-        (lambda: serve(policy="best"), "unknown policy"),
-        (lambda: serve(task="ranking"), "unknown task"),
-        (lambda: serve(dtype="complex64"), "unknown dtype"),
-        (lambda: serve(deadline=math.nan), "deadline"),
-        (lambda: serve(cache_bytes=-1), "cache_bytes"),
-        (lambda: serve(cache_bytes=1e6), "cache_bytes"),
-        (lambda: serve(context="input"), "no name of a further field"),
-        *((partial(serve, input_shape=wrong), "a tuple of sizes") for wrong in (4, (0,), (-1, 3), (1.5,))),
-        (lambda: serve(state="absent/weights.json"), "no folder for this file"),
-        (lambda: serve(task="regression", scale=0.0), "scale has to be positive"),
+        *((partial(patient_predictor, wrong), "models must be a dictionary by name") for wrong in ([linear], linear)),
+        (lambda: patient_predictor({1: linear}), "models must be a dictionary by name"),
+        (lambda: PredictionServer([linear]), "models must be a dictionary by name"),
         (lambda: patient_predictor({}), "no model to serve"),
         (lambda: patient_predictor({"m": 3}), "not int", LoadError),
+        (lambda: patient_predictor({"m": torch.nn.Linear}), "not the class Linear", LoadError),
         (lambda: patient_predictor({"m": "nowhere.ckpt"}), "no file or folder", LoadError),
+        (lambda: Model(None), "path must be"),
+        (lambda: Model("m.pt", arguments=[1]), "arguments must be"),
+        (lambda: Model("m.pt", input_shape=4), "input_shape must be"),
+        (lambda: Model("m.pt", dtype="complex64"), "dtype must be"),
     )
 
 
