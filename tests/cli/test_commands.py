@@ -229,13 +229,24 @@ def test_audit_names_a_missing_matplotlib_before_it_starts(monkeypatch, capsys, 
 @pytest.mark.parametrize(
     ("build", "data", "message"),
     [
-        ("pair", "digits", "build() must return (model, optimizer, criterion), got 2 values"),
+        ("pair", "digits", "build() must return (model, optimizer, criterion), got Sequential, SGD"),
+        ("swapped", "digits", "build() must return (model, optimizer, criterion), got SGD, Sequential, "),
+        ("number", "digits", "build() must return (model, optimizer, criterion), got int"),
+        ("stranger", "digits", "the optimizer of build() has no parameter of its model"),
         ("build", "wrong.py:build", "wrong.py:build: tuple is no data set"),
+        ("build", "wrong.py:number", "wrong.py:number: int is no data set"),
+        (
+            "build",
+            "digit",
+            "'digit' is no FILE.py:NAME or MODULE:NAME, nor a data set's name: clicks, criteo, ",
+        ),
     ],
 )
 def test_wrong_functions_of_a_user_are_named(tmp_path, monkeypatch, capsys, build, data, message):
     monkeypatch.chdir(tmp_path)
-    Path("wrong.py").write_text(f"{AUDIT_TASK}\n\ndef pair():\n    return build()[:2]\n")
+    functions = ("pair(): return build()[:2]", "swapped(): return build()[1], build()[0], build()[2]")
+    functions += ("stranger(): return build()[0], *build()[1:]",)
+    Path("wrong.py").write_text("\n".join([AUDIT_TASK, "number = 3", *(f"def {each}" for each in functions)]))
     monkeypatch.delitem(sys.modules, "wrong", raising=False)
     with pytest.raises(SystemExit):
         main(["audit", f"wrong.py:{build}", data])

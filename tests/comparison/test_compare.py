@@ -1,5 +1,6 @@
 import dataclasses
 import io
+import math
 import os
 import pickle
 import random
@@ -188,7 +189,11 @@ def test_evaluation_leaves_no_trace():
         ((None, samples(64), None, 8, 2), TypeError, "build must be a function"),
         ((build, samples(64), None, 0, 2), ValueError, "batch_size must be a whole number of at least 1, got 0"),
         ((build, samples(64), None, 32, 2), ValueError, "29 samples to train on, fewer than a batch of 32"),
+        ((build, samples(0), None, 32, 2), ValueError, "0 samples to train on"),
         ((build, iter([1]), None, 8, 2), TypeError, "draws samples by number|drawn by number"),
+        ((build, ["text"] * 64, None, 8, 2), TypeError, "samples must be tuples of inputs and a target"),
+        ((build, [{"x": 1.0, "y": 1}] * 64, None, 8, 2), TypeError, "samples must be tuples of inputs and a target"),
+        ((build, [(1.0,)] * 64, None, 8, 2), TypeError, "samples must be tuples of inputs and a target"),
     ],
 )
 def test_tasks_that_cannot_be_compared_are_refused(arguments, error, message):
@@ -199,7 +204,7 @@ def test_tasks_that_cannot_be_compared_are_refused(arguments, error, message):
 
 def test_wrong_arguments_are_refused_before_anything_runs():
     for options, message in [
-        ({"seconds": 0}, "seconds must be above 0"),
+        *(({"seconds": wrong}, "seconds must be a positive number") for wrong in (0, math.inf, math.nan, "60")),
         ({"seeds": 1}, "at least 2"),
         ({"processes": 0}, "at least 1"),
         ({"ways": ["nonsense"]}, "unknown way to train 'nonsense'; valid ones are alone, threads, ddp, dad"),

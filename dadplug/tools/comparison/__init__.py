@@ -13,9 +13,8 @@ from ...errors import RunFailedError
 from ...exchange.codec import gather_objects
 from ...exchange.handshake import own_node
 from ...support.progress import ProgressBar
-from ...support.refusals import refuse
 from ...support.schedules import available_cores
-from ...support.signature import whole_number
+from ...support.signature import check_seconds, whole_number
 from .link import Link
 from .pool import Pool
 from .result import LOOPBACK, Comparison, Row
@@ -106,13 +105,8 @@ class _Trials:
     """
 
     def __init__(self, names: Sequence[str], seconds: float, seeds: int, shown: bool) -> None:
-        refuse(
-            (not seconds > 0, f"seconds must be above 0, got {seconds!r}"),
-            (
-                not isinstance(seeds, int) or seeds < 2,
-                f"seeds must be a whole number of at least 2, since one run shows no noise; got {seeds!r}",
-            ),
-        )
+        check_seconds("seconds", seconds)
+        whole_number(2, "since one run shows no noise")("seeds", seeds)
         self._names = list(names)
         self._seeds = seeds
         first = len(names) if len(names) > FINALISTS else 0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ...exchange.codec import register
 from ...exchange.restrictions import METRICS, declared
@@ -234,12 +234,18 @@ def built(build: Build) -> Built:
 
     Raises:
         TypeError: if it is not a model, an optimizer and a criterion.
+        ValueError: if the optimizer is of another model.
     """
-    found = build()
-    if not isinstance(found, Sequence) or len(found) != 3:
-        given = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+    found: Any = build() if callable(build) else build
+    parts = tuple(found) if isinstance(found, Sequence) else (found,)
+    kinds = (nn.Module, Optimizer, Callable)
+    if len(parts) != 3 or not all(map(isinstance, parts, kinds)):
+        given = ", ".join(type(part).__name__ for part in parts)
         raise TypeError(f"build() must return (model, optimizer, criterion), got {given}")
-    return found
+    own = {id(p) for p in parts[0].parameters()}
+    if not any(id(p) in own for group in parts[1].param_groups for p in group["params"]):
+        raise ValueError("the optimizer of build() has no parameter of its model: make it of model.parameters()")
+    return cast(Built, parts)
 
 
 @dataclass(frozen=True)
@@ -267,7 +273,7 @@ class Task:
         """Check the arguments of a comparison, and hold samples out where no data set for evaluation is given.
 
         Raises:
-            TypeError: if `build` cannot be called, or the samples cannot be indexed.
+            TypeError: if `build` cannot be called, or the samples cannot be indexed, or are no inputs with a target.
             ValueError: if a batch is larger than the data of a process.
         """
         if not callable(build):
@@ -287,7 +293,16 @@ class Task:
         training: Dataset[Any] = Subset(dataset, order[held:])
         share = (count - held) // (processes if dealt else 1)
         if share < batch_size:
-            raise ValueError(f"a process has {share} samples to train on, fewer than a batch of {batch_size}")
+            raise ValueError(f"a process has {max(0, share)} samples to train on, fewer than a batch of {batch_size}")
+        batch = default_collate([dataset[0]])
+        if (
+            not isinstance(batch, (list, tuple))
+            or not all(isinstance(each, Tensor) for each in batch)
+            or len(batch) < 2
+        ):
+            raise TypeError(
+                f"samples must be tuples of inputs and a target, tensors or numbers, got {type(dataset[0]).__name__}"
+            )
         return cls(build, training, evaluation, batch_size, dealt)
 
     def batches(self, rank: int, world_size: int, seed: int) -> Iterator[list[Any]]:
