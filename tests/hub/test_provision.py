@@ -656,7 +656,7 @@ def test_the_authority_can_have_a_passphrase(kits, tmp_path, monkeypatch, capsys
     assert main(["renew", "a", "--out", str(kits)]) == 0
 
 
-def test_a_passphrase_is_typed_once(kits, monkeypatch):
+def test_a_passphrase_is_typed_once(kits, monkeypatch, capsys):
     provision.protect(kits / "a", b"typed")
     asked = []
     monkeypatch.setattr(passphrases.sys.stdin, "isatty", lambda: True)
@@ -666,6 +666,10 @@ def test_a_passphrase_is_typed_once(kits, monkeypatch):
     answers = iter(["new", "different"])
     monkeypatch.setattr(passphrases.getpass, "getpass", lambda text: next(answers))
     assert main(["passphrase", str(kits / "a")]) == 1
+    monkeypatch.setattr(passphrases.getpass, "getpass", lambda text: input(text))  # without a terminal
+    monkeypatch.setattr(passphrases.sys, "stdin", io.StringIO())
+    assert main(["passphrase", str(kits / "a")]) == 1
+    assert "no terminal to type the passphrase in: give --file" in capsys.readouterr().err
 
 
 def test_a_service_gets_its_key_as_a_credential(kits, tmp_path, monkeypatch):

@@ -117,6 +117,13 @@ def seconds(text: str) -> float:
     return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
 
 
+def _bytes(text: str) -> int:
+    """Return the bytes of a number of megabytes, such as 64 or 0.5."""
+    if not re.fullmatch(r"\d{1,9}(\.\d*)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of megabytes such as 64 or 0.5")
+    return int(float(text) * 2**20)
+
+
 def shape(text: str) -> tuple[int | None, ...]:
     """Parse a shape such as ``1,28,28`` or ``?,4``.
 
@@ -298,8 +305,11 @@ def passphrase(arguments: argparse.Namespace) -> None:
     elif arguments.file is not None:
         new = first_line(arguments.file)
     else:
-        new = getpass.getpass("new passphrase: ").encode()
-        if not new or getpass.getpass("the same again: ").encode() != new:
+        try:
+            new, again = (getpass.getpass(text).encode() for text in ("new passphrase: ", "the same again: "))
+        except EOFError:
+            raise KitError("there is no terminal to type the passphrase in: give --file, or --remove") from None
+        if not new or again != new:
             raise KitError("the passphrases differ, or are empty: nothing has changed")
     path = protect(arguments.kit, new)
     if new is None:
@@ -504,7 +514,9 @@ def service(arguments: argparse.Namespace) -> None:
     argument("--scale", type=float, default=1.0, help="error with the largest loss, for regression"),
     argument("--input-shape", type=shape, metavar="N,N", help="shape of one input; ? for a size that varies"),
     argument("--dtype", help="dtype of the inputs"),
-    argument("--cache-mb", type=float, default=64.0, help="size of the cache (default: %(default)g)"),
+    argument(
+        "--cache-mb", type=_bytes, default="64", dest="cache_bytes", help="size of the cache (default: %(default)s)"
+    ),
     argument("--state", type=Path, metavar="FILE", help="file that keeps the policy's weights"),
     argument("--threads", type=int, default=1, help="threads of each model (default: %(default)d)"),
     argument("--port", type=int, default=8000, help="port (default: %(default)d)"),
@@ -534,7 +546,7 @@ def serve(arguments: argparse.Namespace) -> None:
             scale=arguments.scale,
             input_shape=arguments.input_shape,
             dtype=arguments.dtype,
-            cache_bytes=int(arguments.cache_mb * 2**20),
+            cache_bytes=arguments.cache_bytes,
             state=arguments.state,
             threads=arguments.threads,
         )
@@ -577,8 +589,11 @@ def _dataset(arguments: argparse.Namespace) -> Any:
         return load_dataset(arguments.dataset, arguments.data_dir).train
     if arguments.data_dir is not None:
         raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
+    if ":" not in arguments.dataset:
+        names = ", ".join(DATASETS)
+        raise ValueError(f"{arguments.dataset!r} is no FILE.py:NAME or MODULE:NAME, nor a data set's name: {names}")
     dataset = import_named(arguments.dataset)
-    found = dataset if hasattr(dataset, "__getitem__") else dataset()
+    found = dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset
     if isinstance(found, tuple) or not hasattr(found, "__getitem__") or not hasattr(found, "__len__"):
         kind = type(found).__name__
         raise TypeError(f"{arguments.dataset}: {kind} is no data set, which has a length and numbered samples")
