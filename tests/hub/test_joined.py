@@ -37,6 +37,7 @@ from dadplug.hub.wire.messages import (
     RoundKind,
     Rules,
     SendState,
+    Start,
     Welcome,
 )
 from dadplug.parameter_server.service import SequencerHost
@@ -452,6 +453,28 @@ def test_a_site_that_was_away_while_the_others_have_completed_a_run_does_not_go_
             assert "have completed the run while this site was away" in refused.answer.reason
         TestSite(hub.kit("b"), hub.address, position=last._replace(step=2), instance=instance)
         hub.await_line("a run that began before the restart goes on once")  # it lacks nothing
+
+
+def test_a_site_that_waits_to_join_is_told_that_the_others_have_completed_the_run(tmp_path):
+    """Not one in a new process, which has had no part in the run: it takes part in the next one."""
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        a, b, c = together(hub, "abc")
+        for site in (a, b, c):
+            site.control(Requirements(1, 60_000))
+        close_step([a, b, c])
+        instance = b.hello.instance
+        for site in (b, c):
+            site.cut()
+            assert a.action(Drop).slot == site.slot
+        b, c = TestSite(hub.kit("b"), hub.address, instance=instance), TestSite(hub.kit("c"), hub.address)
+        for site in (b, c):
+            site.action(Accept)
+        a.leave()
+        reason = b.action(Drop).reason
+        assert "have completed the run while this site was away, with 1 rounds" in reason
+        hub.await_line(f"b has left: {reason}")
+        for site in (*(TestSite(hub.kit(name), hub.address) for name in "ab"), c):
+            assert site.action(Start).absent == ()
 
 
 def joiner(hub: RunningHub, name: str) -> TestSite:

@@ -168,10 +168,7 @@ class Relay:
             raise RefusedError(f"the hub has given this site up: {gone[1]}")
         missed = self._ended.get(slot)
         if hello.channel == "training" and missed == hello.instance and hello.position.step < self._ended_after:
-            raise RefusedError(
-                f"other sites have completed the run while this site was away, with {self._ended_after} rounds: its "
-                "weights are not the result; take those of another site"
-            )
+            raise RefusedError(self._missed)
         session = Session(slot, name, hello, serial, len(self.roster), now)
         if hello.channel == "training":
             self._fit(session, now)
@@ -184,6 +181,14 @@ class Relay:
             self.journal.write(f"{name} has joined")
             self._act(self.run.membership.dial(slot, now), now)
         return session, self._welcome(False, 0)
+
+    @property
+    def _missed(self) -> str:
+        """Reason why a site that was absent at the end of the last run does not go on."""
+        return (
+            f"other sites have completed the run while this site was away, with {self._ended_after} rounds: its weights "
+            "are not the result; take those of another site"
+        )
 
     def _fit(self, session: Session, now: float) -> None:
         """Find out in which run a new session of training takes part, and whether it waits for it.
@@ -698,9 +703,12 @@ class Relay:
         """Begin a run, with the sites that have waited for the end of the last one."""
         for slot, contribution in sorted(self.run.contributions.items()):
             self.journal.write(f"{self.roster[slot]} has contributed {contribution}")
-        waiting = [each.sites for each in self.sessions.of("training")]
         if self.run.completed:
             self._ended_after, self._ended = self.run.completed, self.run.absent
+        for session in self.sessions.of("training"):
+            if self._ended.get(session.slot) == session.instance:  # it has waited to join the run that is over
+                self._end(session, self._missed, now)
+        waiting = [each.sites for each in self.sessions.of("training")]
         self._replace_run(max(waiting, default=len(self.run.names)), now)
         self._early.clear()
         self._store = Store()
