@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from ..lowrank.dispatch import SCALE_SIZE, NumbaKernels, cpu_kernels
-from .codec import MAX_BYTES
+from .codec import MAX_BYTES, MAX_OBJECT_BYTES
 from .fields import COUNT, check_all
 from .transport import Exchange, Gather, Transport
 from .wire import WireFormat, copied, lasting
@@ -173,6 +173,7 @@ _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
 _CAPACITY = attrgetter("capacity")
 _STACKS = 4  # selections of the slots of a bucket for which memory is kept
 _SHRINK_AFTER = 16  # steps with fewer rows before a slot gives room back
+_ANYWAY, _TIMES = MAX_OBJECT_BYTES, 64  # bytes that a second round may have, and times what the largest other site sends
 
 
 class Slot:
@@ -601,11 +602,14 @@ class FactorBucket:
         sites = range(len(self._senders))
         late = [[index for index in range(len(self.slots)) if extra[index][site]] for site in sites]
         sizes = [sum(sum(self.slots[index].sizes(extra[index][site])) for index in late[site]) for site in sites]
+        whole = [self._sizes()[rank] + size for rank, size in zip(self._senders, sizes, strict=True)]
         for site, size in enumerate(sizes):  # as the step headers announce, before memory is allocated by them
-            if min(counts[site] for counts in extra) < 0 or size * self._wire.itemsize > MAX_BYTES:
+            most = max(_ANYWAY, _TIMES * self._wire.itemsize * max(whole[:site] + whole[site + 1 :], default=MAX_BYTES))
+            most = min(most, MAX_BYTES) // self._wire.itemsize
+            if min(counts[site] for counts in extra) < 0 or size > most:
                 error = MismatchError(
                     f"{self._sender(site)} announces {size} more values than its payload had "
-                    f"room for: there may be 0 to {MAX_BYTES // self._wire.itemsize}. Do all sites run the same model?"
+                    f"room for: there may be 0 to {most}. Do all sites run the same model?"
                 )
                 self._transport.rounds.leave_out(self._senders[site], error)
                 late[site], sizes[site] = [], 0

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 import re
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,24 @@ def left_out(
         log = list(hub.log)
     assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
     return log
+
+
+def test_memory_that_a_member_has_announced_and_not_sent_is_not_taken(tmp_path):
+    def exchange(link):
+        transport = ElasticTransport(link, Traffic(), TIMEOUT, Requirements(1, 60_000))
+        gather = transport.gather([4, 4, 1 << 29], torch.uint8)
+        if link.rank < 2:
+            gather.payload.fill_(link.rank + 1)
+            gather.launch()
+        transport.rounds.close(admits=True)
+        return link.rank < 2 and ([int(each.max()) for each in gather.wait()], transport.rounds.present)
+
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = together(lambda rank: exchange(links[rank]), 3)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert found[:2] == [([1, 2, 0], [0, 1])] * 2
+    assert grown < 256 << 10
 
 
 def test_a_site_that_hears_late_of_a_round_leaves_out_the_same_member(tmp_path):

@@ -295,7 +295,8 @@ class ElasticGather(ElasticExchange, HubGather):
 
     def _blank(self, ranks: Set[int]) -> None:
         for rank in ranks - self.missing:
-            self.payloads[rank].zero_()
+            if self.payloads[rank].view(torch.uint8).any():  # writing takes the memory of what has only been announced
+                self.payloads[rank].zero_()
         self.missing |= ranks
 
 
