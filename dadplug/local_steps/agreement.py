@@ -585,6 +585,7 @@ class Agreement:
         if header.layout != fragment.layout:
             if (tensors := fingerprint(deltas)) != fragment.tensors:
                 self._check_added(fragment)
+            fragment.form.retain(dict(self._model.named_parameters()))
             sizes, count = fragment.form.layout(deltas), self._transport.world_size
             fragment.gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
             fragment.layout, fragment.tensors = header.layout, tensors

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,6 +143,11 @@ class DeltaFormat:
             self._slots[name] = _Slot(tensor.shape, tensor.dtype, wire, rank, start, size)
             sizes[wire.dtype] = start + size
         return sizes
+
+    def retain(self, names: Container[str]) -> None:
+        """Drop what is kept of parameters with other names; frozen ones may be trained again."""
+        self._errors.retain(names)
+        self._carries = {name: carry for name, carry in self._carries.items() if name in names}
 
     def rank_of(self, tensor: Tensor) -> int | None:
         """Return the rank of the factors as which a tensor is sent; None where it is sent whole."""
@@ -335,6 +340,10 @@ class SparseFormat:
             self._slots[name] = _SparseSlot(tensor.shape, tensor.dtype, code, slice(start, start + code.nbytes))
             start += code.nbytes
         return {torch.uint8: start}
+
+    def retain(self, names: Container[str]) -> None:
+        """Drop the memory of parameters with other names, as `DeltaFormat.retain` does."""
+        self._errors.retain(names)
 
     def encode(self, deltas: Mapping[str, Tensor], payloads: Mapping[torch.dtype, Tensor]) -> None:
         """Encode this site's deltas, and update its memory.

@@ -338,6 +338,7 @@ class ElasticAgreement(Agreement):
         transport.rounds.begin_plan()
         self._headers = transport.gather([len(Header._fields)] * count, torch.int64)
         for each in self._fragments:
+            each.form.retain(dict(self._model.named_parameters()))
             sizes = each.form.layout({name: values[name] for name in each.names})
             each.gathers = {dtype: transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
         groups = sameness.flattened(self._buffers.known())

@@ -491,6 +491,22 @@ def test_a_killed_site_is_named_and_the_last_checkpoint_loads(sites, tmp_path, p
     sites(2).run(goes_on, str(tmp_path), fragments)
 
 
+@pytest.mark.parametrize("options", [{"rank": 1, "wire": "bf16"}, {"density": 0.5, "wire": "int2"}], ids=str)
+def test_the_memory_of_a_parameter_that_was_removed_is_dropped_and_that_of_a_frozen_one_is_kept(options):
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    local = LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), every=1, overlap=False, **options)
+    for number in range(6):
+        model(torch.randn(5, 4)).square().mean().backward()
+        local.step()
+        if number == 1:
+            model[0].requires_grad_(False)
+            del model[2]
+    (form,) = [each.form.state_dict() for each in local._agreement._fragments]
+    assert {"0.weight"} < form["errors"].keys() <= {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert form["carries"].keys() == ({"0.weight", "1.weight"} if "rank" in options else set())
+    local.detach()
+
+
 # Payloads of deltas: what is decoded is what was sent, and error feedback loses nothing over rounds
 
 
