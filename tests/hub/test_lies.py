@@ -21,6 +21,7 @@ from dadplug.exchange import Traffic
 from dadplug.exchange.rounds import Requirements
 from dadplug.hub.site.elastic import ElasticTransport
 from dadplug.hub.site.inbox import CALLS
+from dadplug.hub.site.transport import HubTransport
 from dadplug.hub.wire.messages import (
     FRESH,
     HEAD_BYTES,
@@ -374,6 +375,23 @@ def test_a_member_that_others_wait_for_in_vain_is_dropped(tmp_path, harm, timeou
     """It is connected, and its payload is awaited before the round is closed, as that of a second round is."""
     log = left_out(tmp_path, harm, timeout, collects=True)
     assert any(f"c has left: 2 sites refuse it: {reason}" in each for each in log)
+
+
+def test_a_site_that_makes_other_calls_and_does_not_state_which_is_named(tmp_path):
+    """Where all have to stay."""
+
+    def exchange(link):
+        gather = HubTransport(link, Traffic(), 0.5).gather([4] * 3, torch.float32)
+        if link.rank == 2:
+            link.send(gather.exchange + 1, memoryview(bytes(16)))
+            return link.converse(lambda: int(not link.gone), TIMEOUT)
+        gather.launch()
+        with pytest.raises(MismatchError, match=r"site 2 \(c\) is in an exchange that it does not state\. Every site"):
+            gather.wait()
+        return link.leave("it has found the liar")
+
+    with sealed_hub(tmp_path, sealed=False) as hub, linked(hub, 3) as links:
+        together(lambda rank: exchange(links[rank]), 3)
 
 
 @pytest.mark.parametrize("size", [0, 3])

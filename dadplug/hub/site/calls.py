@@ -41,5 +41,7 @@ def mismatch(link: Any) -> MismatchError:
     with suppress(SiteError):  # the others may be gone
         link.send(CALLS, memoryview(own.encode()))
         link.converse(lambda: int(not any(map(link.inbox.place_of, slots))), _SECONDS)
-    places = {slot: link.inbox.place_of(slot) for slot in slots} | {link.rank: own}
+    present = [slot for slot in slots if slot not in link.gone]
+    places = {slot: link.inbox.place_of(slot) or "an exchange that it does not state" for slot in present}
+    places[link.rank] = own
     return MismatchError(explain(places, [*map(link.name, slots)]))
