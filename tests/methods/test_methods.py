@@ -138,6 +138,14 @@ def test_a_new_method_is_a_class_and_a_registration():
         del METHODS["half"]
 
 
+def test_no_method_takes_the_name_of_one_of_dadplug_by_which_policies_allow_it():
+    dsgd = METHODS["dsgd"]
+    with pytest.raises(ValueError, match="mode 'dsgd' is one of dadplug, by which policies allow it"):
+        register_method("dsgd")(type("Mine", (METHODS["dad"],), {"__module__": "program"}))
+    assert METHODS["dsgd"] is dsgd
+    assert dsgd.name == "dsgd"
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -410,9 +410,15 @@ METHODS: Registry[str, type[Method]] = Registry("mode", exact=True)
 
 
 def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
-    """Register a method under the value of the option ``mode`` that names it; a class decorator."""
+    """Register a method under the value of the option ``mode`` that names it; a class decorator.
+
+    Raises:
+        ValueError: if a method of dadplug has the name, which a policy may allow for what that one sends.
+    """
 
     def decorate(method: type[Method]) -> type[Method]:
+        if name in METHODS and METHODS[name].__module__.startswith(f"{__package__}."):
+            raise ValueError(f"mode {name!r} is one of dadplug, by which policies allow it: choose another name")
         method.name = name
         return METHODS.register(name)(method)
 
