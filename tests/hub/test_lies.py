@@ -36,8 +36,10 @@ from dadplug.hub.wire.messages import (
     Kind,
     Leave,
     Pause,
+    Position,
     Refuse,
     RoundKind,
+    Start,
     StartTerms,
     pack_control,
     read_control,
@@ -148,6 +150,14 @@ def test_a_payload_that_the_hub_withholds_as_if_it_were_for_another_site_ends_th
     assert {made for _, made in found} <= {LIE - 1, LIE}
 
 
+def test_a_start_in_the_middle_of_a_run_is_refused(tmp_path):
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        hub.hub.relay.sessions["training", 0].send(pack_control(Start(Position(9, 0)), 0))
+        with pytest.raises(SiteError, match="it starts a training that has begun"):
+            links[0].converse(lambda: 1, TIMEOUT)
+        assert "it starts a training that has begun" in str(links[1].await_loss(TIMEOUT))
+
+
 def test_a_payload_of_the_next_round_is_none_of_the_round_before(tmp_path):
     """Deltas of local steps, which a member withholds: at the first site, those of the next round are there already."""
     with sealed_hub(tmp_path, sealed=False) as hub, linked(hub, 3) as links:
@@ -220,6 +230,7 @@ def check_left_out(tmp_path, told, mode, sealed=True, steps=10, **attack):
     assert present == {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(steps)}
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
     assert told in fleet.printed("a"), fleet.state()
+    assert f"; messages are {'' if sealed else 'not '}sealed" in fleet.printed("a")
     refusals = f"a refuses c, which takes part already: {told}", f"b refuses c, which takes part already: {told}"
     assert any(each in line for line in fleet.hub.log for each in refusals), fleet.hub.log  # the first one, at least
     assert any("c has left: " in line for line in fleet.hub.log), fleet.hub.log

@@ -159,6 +159,7 @@ class HubConnection(ABC):
         self._channel = channel
         self._instance = secrets.randbits(62)
         self._connection: SecureSocket | None = None
+        self._parting: SecureSocket | None = None  # one that has been given up, which the thread closes
         self._troubles = Troubles(_log)  # that the user is told of
         self._frames = NumberedFrames(self.rank, self._complete)
         self._failure: Exception | None = None
@@ -279,7 +280,13 @@ class HubConnection(ABC):
             raise SiteError(f"this process has closed its connection to {self.hub}")
 
     def fail(self, error: Exception) -> None:
-        """Give the connection up; every later use raises the error. To be called with the lock held."""
+        """Give the connection up, and tell the hub why; every later use raises the error. The lock is to be held."""
+        if self._failure is None and self._connection is not None and not self.left:
+            reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+            self._frames.send(pack_control(Leave(reason), self.rank))
+            with suppress(OSError):
+                self._frames.flush()
+            self._parting, self._connection = self._connection, None
         self._failure = self._failure or error
         _log.debug("the connection to %s has failed", self.hub, exc_info=error)
         self._disconnect()
@@ -544,6 +551,8 @@ class HubConnection(ABC):
             what = f"the connection to {self.hub} has failed: {type(error).__name__}: {error}"
             with self.lock:
                 self.fail(error if isinstance(error, SiteError) else SiteError(what))
+        if self._parting is not None:
+            tls.end(self._parting)
 
     def _maintain(self) -> None:
         """Ping, connect again, and move what the kernel has no room for."""

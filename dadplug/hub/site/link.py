@@ -218,6 +218,8 @@ class HubLink(HubConnection):
         rounds = self.rounds
         match message:
             case Start(position=position):
+                if self._started and not (rounds.joins or rounds.dropped):
+                    raise FrameError("it starts a training that has begun")
                 self._start_without(message.absent)
                 self._started = self.outlasts_outages = True
                 self.step = position.step + 1

@@ -421,7 +421,9 @@ def connect_by_kit(
             "can run programs at this site",
             loaded.folder,
         )
-    _log.info("connected to the hub %s as site %d of %s", target(*loaded.roster.address()), loaded.slot, names)
+    sealed = "sealed, as its kit requires" if loaded.roster.sealed else "not sealed: the hub can read and change them"
+    place = target(*loaded.roster.address()), loaded.slot, names
+    _log.info("connected to the hub %s as site %d of %s; messages are %s", *place, sealed)
 
 
 def load_site_kit(folder: str | Path, **places: object) -> Kit:
