@@ -16,6 +16,7 @@ from torch import nn
 from .errors import DroppedError, SiteError
 from .exchange import Transport
 from .exchange.calls import own_place
+from .exchange.fields import check_kinds
 from .exchange.rounds import Spent
 from .hooks.factor import Write
 from .options import Options
@@ -658,9 +659,15 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
         Raises:
             ValueError: if the state is of another mode or way to train.
+            DamagedError: if it is damaged; nothing of it has been loaded then.
         """
         self._check_state(state, "mode", self.options.mode)
+        self._load_whole(self._restore, state)
+        self._planner.share_state()
+
+    def _restore(self, state: dict[str, Any]) -> None:
         whole_number(0)("step", state["step"])
+        check_kinds(state, {"step": int})  # of 64 bits
         self._step = state["step"]
         self._method.load_state_dict(state["method"])
         self._planner.load_state_dict(state)

@@ -1,7 +1,10 @@
 """Gradient reduction between sites, held against one process with all sites' rows; its reports and state."""
 
 import copy
+import math
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import support
@@ -436,6 +439,62 @@ def test_the_error_of_a_damaged_state_names_its_site(way):
         with pytest.raises(dadplug.errors.DamagedError, match=f"the state of site {len(states) - 1} in"):
             attached.load_states(states)
     attached.detach()
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two nested states are the same."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_state(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_state, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def damaged_states(state: Any) -> Iterator[Any]:
+    """Yield a nested state without one of its entries, or with another one in its place, for each of them."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        yield {other: each for other, each in state.items() if other != name}
+        for wrong in (None, "x", -(1 << 70), math.nan, {}, [[]], torch.full((3,), torch.nan)):
+            yield state | {name: wrong}
+        yield from (state | {name: each} for each in damaged_states(value))
+
+
+@pytest.mark.parametrize("way", ["rankdad", "topk", "local", "server"])
+@support.at_sites(2)
+def test_a_damaged_state_is_loaded_as_a_whole_or_not_at_all(way: str) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if way == "local":
+        trained = dadplug.LocalSGD(model, optimizer, every=2, wire="int8")
+    elif way == "server":
+        trained = dadplug.ParameterServer(model, optimizer, mode="rankdad", rank=2)
+    else:
+        trained = GradientReduction(model, mode=way, rank=2)
+
+    def train() -> Any:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 40)).square().sum().backward()
+            trained.step() if way in ("local", "server") else trained.synchronize()
+        if way == "server":
+            trained.finish()
+        return copy.deepcopy(trained.state_dict())
+
+    earlier, present = train(), train()
+    errors, unchanged = [], []
+    for damaged in damaged_states(earlier):
+        try:
+            trained.load_state_dict(damaged)
+        except ValueError as error:
+            errors.append(error)
+            unchanged.append(same_state(trained.state_dict(), present))
+        else:
+            trained.load_state_dict(present)
+    assert all(unchanged)
+    assert len(errors) > 50
+    of_another_way = "load the states of model and optimizer"
+    assert all(isinstance(each, dadplug.errors.DamagedError) or of_another_way in str(each) for each in errors)
+    trained.detach()
 
 
 def test_two_reductions_on_one_model_are_refused():

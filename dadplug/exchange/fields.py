@@ -86,6 +86,13 @@ def fits(value: Any, kind: Any) -> bool:
     return all(fits(getattr(value, name), hints[name]) for name in names)
 
 
+def check_kinds(state: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Raise ValueError if an entry of a saved state is of another type than its kind, see `fits`; it may be missing."""
+    for name, kind in kinds.items():
+        if name in state and not fits(state[name], kind):
+            raise ValueError(f"the entry {name!r} is not of the type {kind}")
+
+
 def checked(
     every: Mapping[int, Any],
     kind: Any,

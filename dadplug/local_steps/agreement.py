@@ -23,7 +23,6 @@ mid-round already, n steps after it was sent, then there
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,12 +33,12 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
-from ..exchange.fields import checked
+from ..exchange.fields import check_kinds, checked
 from ..step.model_sync import sameness
 from ..step.model_sync.buffers import MovingBuffers
 from ..step.model_sync.samples import warn_of_unequal
 from .delta_format import DeltaCheck, DeltaFormat, SparseFormat, describe_spoilt
-from .header import Header, read_headers
+from .header import Header, fingerprint, read_headers, shares_of
 from .options import DEFAULT_DECAY, LocalOptions
 
 # The agreed model
@@ -254,8 +253,8 @@ class AgreedModel:
         wide = state["wide"]
         found = {name: wide[name] if name in wide else own[name].contiguous() for name in state["names"]}
         for name, each in [*found.items(), *state["momenta"].items()]:
-            if (each.shape, each.dtype) != (own[name].shape, _wide_type(own[name])) or not is_finite(each):
-                raise ValueError(f"{name!r} is of another shape or type, or has NaN or Inf")
+            if not is_finite(each):
+                raise ValueError(f"{name!r} has NaN or Inf")
         kept = {"values": found, "momenta": state["momenta"], "starts": {}, "frozen": state["frozen"]}
         self.load_state_dict(kept, model)
 
@@ -267,11 +266,16 @@ class AgreedModel:
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
         """Restore what `state_dict` returned, on the device of the model's parameters."""
-        devices = {name: parameter.device for name, parameter in model.named_parameters()}
+        own = dict(model.named_parameters())
 
         def restored(kind: str) -> dict[str, Tensor]:
-            return {name: each.to(devices[name], copy=True) for name, each in state[kind].items() if name in devices}
+            found = {name: each.to(own[name].device, copy=True) for name, each in state[kind].items() if name in own}
+            for name, each in found.items():
+                if (each.shape, each.dtype) != (own[name].shape, _wide_type(own[name])):
+                    raise ValueError(f"{kind} of {name!r} are of another shape or type")
+            return found
 
+        check_kinds(state, {"frozen": Sequence[str]})
         self.values, self._momenta, self._starts = restored("values"), restored("momenta"), restored("starts")
         self._frozen = set(state["frozen"])
 
@@ -290,12 +294,6 @@ def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | S
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds neither NaN nor Inf; one pass without a copy, unless its sum overflows."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def fingerprint(tensors: Mapping[str, Tensor], setting: str = "") -> int:
-    """Return a number of 63 bits that stands for names, shapes and types of tensors, in their order, and a setting."""
-    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]) + setting
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 class Fragment:
@@ -398,12 +396,6 @@ class _Transit:
         self.arrived = False
         self.means: dict[str, Tensor] | None = None
         self.rates: dict[str, float] = {}
-
-
-def _shares(headers: Sequence[Header]) -> list[float]:
-    """Return the shares of the sites in a mean, by rank."""
-    total = sum(header.weight for header in headers)
-    return [header.weight / total if total else 1 / len(headers) for header in headers]
 
 
 class Agreement:
@@ -605,7 +597,7 @@ class Agreement:
             return
         if any(header.changes for header in headers):
             self._buffers.announce(self._transport)
-        self._buffers.average(self._transport, dict(enumerate(_shares(headers))))
+        self._buffers.average(self._transport, dict(enumerate(shares_of(headers))))
 
     def _check_added(self, fragment: Fragment) -> None:
         """Compare the values that added parameters had before they were trained.
@@ -733,7 +725,7 @@ class Agreement:
             headers = self._receive_headers()
             payloads = transit.fragment.receive()
             if any(header.weight for header in headers) and all(header.nonfinite < 0 for header in headers):
-                shares = _shares(headers)
+                shares = shares_of(headers)
                 transit.means = transit.fragment.form.decode(payloads, shares)
                 last, form = max(header.step for header in headers), transit.fragment.form
                 if (found := self._check.find_spoilt(form, payloads, transit.means, shares, last)) is not None:
@@ -783,14 +775,20 @@ class Agreement:
                 f"the checkpoint is of a run with fragments={len(state['fragments'])}, and this one has "
                 f"fragments={len(self._fragments)}: set it as it was"
             )
+        check_kinds(state, {"count": int, "due": int | None, "buffers": Sequence[str], "fragments": Sequence[Mapping]})
         self._receive()
         self.count = state["count"]
         self.agreed.load_state_dict(state["agreed"], self._model)
         for fragment, own in zip(self._fragments, state["fragments"], strict=True):
+            check_kinds(own, {"names": Sequence[str], "weight": int})
+            if {*own["names"]} - self.agreed.values.keys():
+                raise ValueError("a fragment has parameters without agreed values")
             fragment.names, fragment.weight = [*own["names"]], own["weight"]
             fragment.form.load_state_dict(own["format"])
         self._transit, self._due = None, state["due"]
         if (arrived := state["arrived"]) is not None:
+            kinds = {"headers": Sequence[Sequence[int]], "rates": Mapping[str, float], "settled": bool}
+            check_kinds(arrived, kinds | {"means": Mapping[str, Tensor] | None})
             headers = [Header(*row) for row in arrived["headers"]]
             self._transit = _Transit(self._fragments[arrived["fragment"]], 0, headers)
             self._transit.arrived, self._transit.is_settled = True, arrived["settled"]

@@ -38,9 +38,9 @@ from ..step.model_sync import sameness
 from ..step.model_sync.buffers import write_agreed
 from ..step.model_sync.private import is_of_site
 from ..support.logs import get_logger
-from .agreement import Agreement, Fragment, delta_format, divide, fingerprint, is_finite
+from .agreement import Agreement, Fragment, delta_format, divide, is_finite
 from .delta_format import describe_spoilt
-from .header import Header, read_headers
+from .header import Header, fingerprint, read_headers
 from .options import LocalOptions
 
 _log = get_logger(__name__)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -90,3 +91,15 @@ def read_headers(rows: Sequence[Tensor], transport: Transport, parameters: int, 
             why = f"step is {header.step}, where the others are at {others} at most"
             rounds.leave_out(rank, invalid("header", sites[rank], why))
     return headers
+
+
+def shares_of(headers: Sequence[Header]) -> list[float]:
+    """Return the shares of the sites in a mean, by rank."""
+    total = sum(header.weight for header in headers)
+    return [header.weight / total if total else 1 / len(headers) for header in headers]
+
+
+def fingerprint(tensors: Mapping[str, Tensor], setting: str = "") -> int:
+    """Return a number of 63 bits that stands for names, shapes and types of tensors, in their order, and a setting."""
+    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]) + setting
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

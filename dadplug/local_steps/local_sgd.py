@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import DroppedError
 from ..exchange import Gather, Transport
 from ..exchange.calls import own_place
+from ..exchange.fields import check_kinds
 from ..exchange.restrictions import check_restrictions
 from ..exchange.rounds import Requirements
 from ..reduction import GradientReduction
@@ -701,9 +702,14 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
         Raises:
             ValueError: if the state is of another way to train.
+            DamagedError: if it is damaged; nothing of it has been loaded then.
         """
         self._check_state(state, "warm_up")
+        self._load_whole(self._restore, state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         whole_number(0)("steps", state["steps"])
+        check_kinds(state, {"steps": int, "next": int, "weight": int, "warm_up": Mapping | None})
         self.steps, self._weight = state["steps"], state["weight"]
         if state["warm_up"] is None and self._warm_up is not None:
             self._warm_up.detach(discard=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.factor_buckets import finite
+from ..exchange.fields import check_kinds
 from ..exchange.restrictions import check_declared
 from ..exchange.rounds import Rounds
 from ..exchange.status import add_announcer, remove_announcer
@@ -569,12 +570,20 @@ class ParameterServer(ReplicatedModel):
 
         Raises:
             ValueError: if the state is of another way to train.
+            DamagedError: if it is damaged; nothing of it has been loaded then.
         """
         self._check_state(state, "version")
-        self._earlier = state["version"] - self._version
+        self._load_whole(self._restore, state)
         if epochs := state.get("epochs", 0):  # 0 in earlier versions at other sites than 0
             self._log.epochs = epochs
             self._log.send(FrameKind.EPOCHS, epochs)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        counts = dict.fromkeys(("version", "epochs", "dropped"), int)
+        check_kinds(state, counts | {"reference": float, "statistics": Mapping})
+        if state.get("epochs", 0) < 0:
+            raise ValueError(f"its epoch is {state['epochs']}")
+        self._earlier = state["version"] - self._version
         self.dropped = state["dropped"]
         self._gradients.expected_reference = state["reference"]
         self._method.load_state_dict(state["method"])

@@ -203,11 +203,14 @@ class Ledger:
         return {"entries": [list(each) for each in self.entries]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the entries of `state_dict`."""
-        self.entries = [
+        """Go on from the entries of `state_dict`; raise ValueError if one has a number out of range."""
+        entries = [
             Spending(float(noise), float(rate), int(steps), *map(int, sites))
             for noise, rate, steps, *sites in state["entries"]
         ]
+        if not all(each.noise_multiplier >= 0 <= each.sample_rate <= 1 <= min(each[2:]) for each in entries):
+            raise ValueError("the ledger of privacy has a number out of range")
+        self.entries = entries
 
 
 def check_delta(delta: float) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...exchange.factor_buckets import FactorPayload
+from ...exchange.fields import check_kinds
 from ...exchange.wire import WireFormat, lasting, wire_format
 from ...hooks import LINEAR, Factor
 from ...lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
@@ -37,6 +38,11 @@ _COLUMNS = 24  # components that are sent and kept, about; from there on a compr
 _CALLS = 60.0  # microseconds that a compression takes beside its products, about
 _PREFERRED = 3.0  # how many times as long a compression may take that keeps all that is not sent
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
+
+_KINDS = {  # of what is kept by layer
+    **{"carried": dict[str, Tensor], "biases": dict[str, Tensor], "room": dict[str, int], "weights": dict[str, float]},
+    **{"calls": dict[str, int], "whole": dict[str, bool], "rank": int | None},
+}
 
 
 class _Kept(NamedTuple):
@@ -531,6 +537,9 @@ class RankDAD(Method):
         } | ({} if self.merger is None else {"merger": self.merger.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_kinds(state, _KINDS)
+        if any(right.ndim != 2 for right in state["carried"].values()) or (state.get("rank") or 1) < 1:
+            raise ValueError("the directions of a layer are no matrix, or the rank is not positive")
         carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
         lost = {name: _loaded(*parts) for name, parts in state.get("lost", {}).items()}
         biases = {name: bias.clone() for name, bias in state.get("biases", {}).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -102,12 +103,22 @@ def named(rank: int) -> Iterator[None]:
     """Name the site whose state is loaded inside a ``with`` block, in the error of one that cannot be loaded."""
     try:
         yield
-    except DadplugError:
-        raise
     except Exception as error:
+        if isinstance(error, DadplugError) and not isinstance(error, DamagedError):
+            raise
         raise DamagedError(
             f"the state of site {rank} in the checkpoint cannot be loaded ({error!r}): take another checkpoint"
         ) from error
+
+
+def check_finite(state: Any) -> None:
+    """Raise ValueError if a tensor in nested containers has NaN or Inf, or a number is NaN."""
+    if isinstance(state, float) and math.isnan(state):
+        raise ValueError("a number is NaN")
+    if isinstance(state, Tensor) and not state.isfinite().all():
+        raise ValueError(f"a tensor of shape {tuple(state.shape)} has NaN or Inf")
+    for each in state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ():
+        check_finite(each)
 
 
 class ReplicatedModel:
@@ -321,6 +332,23 @@ class ReplicatedModel:
         """Restore what ``state_dict`` of this site returned."""
         raise NotImplementedError
 
+    def _load_whole(self, load: Callable[[Any], object], state: Any) -> None:
+        """Load a state by a function, or nothing of it.
+
+        Raises:
+            DamagedError: if an entry is missing, of another type or not finite.
+        """
+        before = self.state_dict()
+        try:
+            check_finite(state)
+            load(state)
+        except Exception as error:
+            load(before)
+            raise DamagedError(
+                f"the state of {type(self).__name__} cannot be loaded, and nothing of it has been ({error!r}): take "
+                "another checkpoint"
+            ) from error
+
     def _state_after(self, state: Any) -> Any:
         """Return the state of a site that has none of its own, from that of another one."""
         raise NotImplementedError
@@ -345,8 +373,9 @@ class ReplicatedModel:
 
     def _check_state(self, state: Mapping[str, Any], entry: str, value: Any = None) -> None:
         """Raise ValueError if a state to load has another value of an entry, or none at all, as of another class."""
-        if entry not in state or value not in (None, state[entry]):
-            found = f"{entry} {state[entry]!r}, not {value!r}" if entry in state else "another way to train"
+        known = isinstance(state, Mapping) and entry in state
+        if not known or value not in (None, state[entry]):
+            found = f"{entry} {state[entry]!r}, not {value!r}" if known else "another way to train"
             raise ValueError(
                 f"the state is of {found}. To go on from the weights alone, load the states of model and optimizer, "
                 f"and leave out that of {type(self).__name__}"

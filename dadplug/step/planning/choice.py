@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...exchange import Transport
-from ...exchange.fields import checked, invalid
+from ...exchange.fields import check_kinds, checked, invalid
 from ...exchange.wire import wire_format
 from ...options import AUTO, Options
 from ...support.logs import get_logger
@@ -292,6 +292,7 @@ class RankChoice:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, after the method's rank, for which the next plan has room."""
+        check_kinds(state, {"times": Sequence[float | bool], "given": bool})
         self._last, self.given = _Last(*state.get("times", ())), state.get("given", False)
         self._show()
 

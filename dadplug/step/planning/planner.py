@@ -15,7 +15,7 @@ from torch import nn
 
 from ...exchange import Transport
 from ...exchange.codec import register, register_family
-from ...exchange.fields import COUNT, check_all, checked, fits, invalid
+from ...exchange.fields import COUNT, check_all, check_kinds, checked, fits, invalid
 from ...hooks import Factor, Form
 from ...hooks.convolution import Geometry
 from ...hooks.factor import Write
@@ -672,10 +672,8 @@ class Planner:
         self._expected = reducer.expected
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; further entries are ignored.
-
-        Where the method's state is shared, all sites must call it once training has begun.
-        """
+        """Restore what `state_dict` returned; further entries are ignored."""
+        check_kinds(state, {"reference": float, "expected": Sequence[float], "choice": dict[str, Any]})
         self._rounding.load_state_dict(state["rounding"])
         self._reference = self._reference or state["reference"]
         self._expected = tuple(state.get("expected", self._expected))
@@ -687,8 +685,11 @@ class Planner:
         if self._reducer is not None:
             self._reducer.add_rounding(self._rounding)
             self._reducer.expected = self._expected
-            if self._method.traits.shares_state:
-                self._reducer.share_state()
+
+    def share_state(self) -> None:
+        """Share the state of the method, where sites share it; all sites must call it once training has begun."""
+        if self._reducer is not None and self._method.traits.shares_state:
+            self._reducer.share_state()
 
     def release(self, *, discard: bool = False) -> None:
         """Remove hooks and capture from the model; gradients that have arrived stay in ``.grad`` as autograd's would.
