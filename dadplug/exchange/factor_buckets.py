@@ -173,7 +173,7 @@ _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
 _CAPACITY = attrgetter("capacity")
 _STACKS = 4  # selections of the slots of a bucket for which memory is kept
 _SHRINK_AFTER = 16  # steps with fewer rows before a slot gives room back
-_ANYWAY, _TIMES = MAX_OBJECT_BYTES, 64  # bytes that a second round may have, and times what the largest other site sends
+_ANYWAY, _TIMES = MAX_OBJECT_BYTES, 64  # bytes that a second round may have, and times what another site sends
 
 
 class Slot:

@@ -185,10 +185,8 @@ class Relay:
     @property
     def _missed(self) -> str:
         """Reason why a site that was absent at the end of the last run does not go on."""
-        return (
-            f"other sites have completed the run while this site was away, with {self._ended_after} rounds: its weights "
-            "are not the result; take those of another site"
-        )
+        what = f"other sites have completed the run while this site was away, with {self._ended_after} rounds"
+        return f"{what}: its weights are not the result; take those of another site"
 
     def _fit(self, session: Session, now: float) -> None:
         """Find out in which run a new session of training takes part, and whether it waits for it.

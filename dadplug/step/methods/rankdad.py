@@ -42,6 +42,7 @@ _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost ab
 _KINDS = {  # of what is kept by layer
     **{"carried": dict[str, Tensor], "biases": dict[str, Tensor], "room": dict[str, int], "weights": dict[str, float]},
     **{"calls": dict[str, int], "whole": dict[str, bool], "rank": int | None},
+    "tables": dict[str, tuple[Tensor, Tensor, int]],
 }
 
 
