@@ -288,6 +288,8 @@ class Table:
         return self._engine.nbytes(self._number)
 
     def _flat(self, keys: Tensor) -> Keys:
+        if not isinstance(keys, Tensor):
+            raise TypeError(f"keys of table {self.name!r} must be a tensor, got {type(keys).__name__}")
         if keys.dtype != torch.int64 or keys.is_cuda:
             raise ValueError(
                 f"keys of table {self.name!r} must be int64 on the CPU, got {keys.dtype} on {keys.device}: "

@@ -98,7 +98,11 @@ def _build(description: Mapping[str, Any], arguments: Mapping[str, Any], state: 
         return _known_model(state, description["path"])
     builder = import_named(description["builder"])
     given = description["arguments"]
-    model = builder(**(_accepted(builder, arguments) if given is None else given))
+    try:
+        model = builder(**(_accepted(builder, arguments) if given is None else given))
+    except TypeError as error:
+        hint = "name a function without arguments that builds the model, or give arguments= of dadplug.serving.Model"
+        raise LoadError(f"{description['builder']} cannot be called: {error}; {hint}") from error
     if not isinstance(model, nn.Module):
         raise LoadError(f"{description['builder']} returns {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -172,6 +172,7 @@ def test_unseen_keys_grow_the_table(alone):
             ValueError,
             r"keys of table 'words' must be int64 .* use keys.long\(\).cpu\(\)",
         ),
+        (lambda t, k, v: t.pull([1, 2]), TypeError, r"keys of table 'words' must be a tensor, got list"),
         (lambda t, k, v: t.pull(k + 8), IndexError, r"key 10 \(position 1\) is out of range: .* has keys 0 to 9"),
         (lambda t, k, v: t.push(k - 2, v), IndexError, r"key -1 \(position 0\) is out of range"),
         (lambda t, k, v: t.set(k + 8, v), IndexError, "key 10"),

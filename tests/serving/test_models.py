@@ -201,6 +201,7 @@ def test_what_cannot_be_loaded_is_named(builders, tmp_path):
         ("state.pt", {"builder": f"{builders}:Odd"}, "do not fit the builder's model"),
         ("state.pt", {"builder": "nowhere_to_be_found:net"}, "No module named"),
         ("state.pt", {"builder": "builtins:dict"}, "returns dict"),
+        ("state.pt", {"builder": "torch.nn:Linear"}, "name a function without arguments"),
         ("pickled.pt", {}, "objects besides tensors"),
         ("list.pt", {}, "holds list"),
         ("none.pt", {}, "no state dict"),
