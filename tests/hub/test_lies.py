@@ -374,17 +374,18 @@ def make_other_calls(transport, gather):
     transport.link.converse(lambda: int(not transport.link.rounds.dropped), TIMEOUT)
 
 
+@pytest.mark.parametrize("collects", [True, False], ids=["before the close", "by the close"])
 @pytest.mark.parametrize(
     ("harm", "timeout", "reason"),
     [
-        (lambda transport, gather: time.sleep(2.0), 1.0, "it has sent nothing in step 1 for 1 s"),
+        (lambda transport, gather: time.sleep(3.0), 1.0, "it has sent nothing in step 1 for 1 s"),
         (make_other_calls, TIMEOUT, "it does not make the same calls"),
     ],
     ids=["nothing", "other calls"],
 )
-def test_a_member_that_others_wait_for_in_vain_is_dropped(tmp_path, harm, timeout, reason):
-    """It is connected, and its payload is awaited before the round is closed, as that of a second round is."""
-    log = left_out(tmp_path, harm, timeout, collects=True)
+def test_a_member_that_others_wait_for_in_vain_is_dropped(tmp_path, harm, timeout, reason, collects):
+    """It is connected; payloads of a second round are awaited before the round is closed, others by its close."""
+    log = left_out(tmp_path, harm, timeout, collects=collects)
     assert any(f"c has left: 2 sites refuse it: {reason}" in each for each in log)
 
 

@@ -238,7 +238,7 @@ class RoundClient:
             return number in self._closes
 
         what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
-        self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
+        self._wait_or_accuse(over, counted, number, timeout, f"{what}: another site is stopped or busy")
         with link.lock:
             self.check()
             contributors = self._close(number, counted)
@@ -344,13 +344,31 @@ class RoundClient:
             settled = (each.done or each.spoilt or each.key[1] in link.gone for each in incoming)
             return self.closed >= number or all(settled)
 
-        what = f"has sent nothing in step {number} for {timeout:g} s, though the hub is connected to it"
-        if not self._waits_until(over, timeout):
-            silent = [each.key[1] for each in incoming if not (each.done or each.spoilt or each.key[1] in link.gone)]
-            for slot in silent:
-                self.accuse(slot, f"it {what}")
-            self._wait_until(over, timeout, f"{', '.join(map(link.name, silent))} {what}")
+        self._wait_or_accuse(over, incoming, number, timeout)
         return {each.key[1] for each in link.cancel(incoming)}
+
+    def _wait_or_accuse(
+        self, over: Callable[[], bool], incoming: Sequence[Incoming], number: int, timeout: float, failure: str = ""
+    ) -> None:
+        """Wait until a condition holds; after the timeout, once more, without the sites that have sent nothing.
+
+        Args:
+            over: the condition.
+            incoming: the messages of the round.
+            number: number of the round.
+            timeout: the timeout.
+            failure: text of the error where all have sent theirs.
+        """
+        if self._waits_until(over, timeout):
+            return
+        gone, name = self._link.gone, self._link.name
+        silent = {each.key[1] for each in incoming if not (each.done or each.spoilt or each.key[1] in gone)}
+        if not silent:
+            raise SiteError(failure)
+        what = f"has sent nothing in step {number} for {timeout:g} s, though the hub is connected to it"
+        for slot in sorted(silent):
+            self.accuse(slot, f"it {what}")
+        self._wait_until(over, timeout, f"{', '.join(map(name, sorted(silent)))} {what}")
 
     def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
         """Wait as `_waits_until`; raise SiteError, with a text, if the condition does not hold in time."""
