@@ -507,6 +507,18 @@ def test_copies_and_exports_have_no_part_of_the_reduction(mode: str) -> None:
             assert torch.equal(one, two), name
 
 
+@support.at_sites(2)
+def test_samples_of_gradients_that_were_all_replaced_are_not_guessed() -> None:
+    model = nn.Linear(4, 3)
+    reduction = dadplug.GradientReduction(model, mode="dad", weighting="samples")
+    model(torch.randn(5, 4)).sum().backward()
+    for each in model.parameters():
+        each.grad = torch.randn(each.shape)
+    with pytest.raises(ValueError, match="have been cleared or replaced; state the number of samples by `with"):
+        reduction.synchronize()
+
+
+
 def test_a_lightning_module_in_training_can_be_scripted() -> None:
     support.need("pytorch_lightning")
     import pytorch_lightning as pl

@@ -175,7 +175,10 @@ class SampleCounter:
                 if passes.samples or not passes.stated:
                     return int(pending)
             return int(pending and not self._counted and self.stated != 0)
-        doubts = [passes.doubt for passes in self._counted] or ["the loss does not come from a call of the model"]
+        unknown = "the loss does not come from a call of the model"
+        if self._discarded:
+            unknown = "all gradients of its backward passes have been cleared or replaced"
+        doubts = [passes.doubt for passes in self._counted] or [unknown]
         if not pending or not any(doubts):
             return sum(passes.samples for passes in self._counted)
         if self.stated is not None:
@@ -183,7 +186,7 @@ class SampleCounter:
         if provisional:
             return 1
         reason = next(filter(None, doubts))
-        raise ValueError(f"weighting='samples' cannot count the samples of this step: {reason}. {_STATE_IT}")
+        raise ValueError(f"weighting='samples' cannot count the samples of this step: {reason}; {_STATE_IT}")
 
     def weight_of_pass(self, rows: int) -> float:
         """Return the weight of the running forward pass in statistics over sites.
