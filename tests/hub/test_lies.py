@@ -314,6 +314,8 @@ def test_memory_that_a_member_has_announced_and_not_sent_is_not_taken(tmp_path):
         if link.rank < 2:
             gather.payload.fill_(link.rank + 1)
             gather.launch()
+        else:
+            link.send(gather.exchange, memoryview(b"a part of it"))
         transport.rounds.close(admits=True)
         return link.rank < 2 and ([int(each.max()) for each in gather.wait()], transport.rounds.present)
 

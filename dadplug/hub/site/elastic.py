@@ -32,6 +32,9 @@ from .link import HubLink
 from .transport import COLLECTIVES, HubAllToAll, HubExchange, HubGather, HubRounds, HubTransport
 
 
+_PART_BYTES = 1 << 20  # of a payload that are cleared at once
+
+
 class ElasticRounds(HubRounds):
     """Rounds of the sites of a hub, of which some may be absent.
 
@@ -295,8 +298,9 @@ class ElasticGather(ElasticExchange, HubGather):
 
     def _blank(self, ranks: Set[int]) -> None:
         for rank in ranks - self.missing:
-            if self.payloads[rank].view(torch.uint8).any():  # writing takes the memory of what has only been announced
-                self.payloads[rank].zero_()
+            for part in self.payloads[rank].view(torch.uint8).split(_PART_BYTES):
+                if part.any():  # writing takes the memory of what has only been announced
+                    part.zero_()
         self.missing |= ranks
 
 
