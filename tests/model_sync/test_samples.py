@@ -509,11 +509,12 @@ def test_copies_and_exports_have_no_part_of_the_reduction(mode: str) -> None:
 
 @support.at_sites(2)
 def test_samples_of_gradients_that_were_all_replaced_are_not_guessed() -> None:
-    model = nn.Linear(4, 3)
+    model = nn.Linear(40, 30)
     reduction = dadplug.GradientReduction(model, mode="dad", weighting="samples")
-    model(torch.randn(5, 4)).sum().backward()
-    for each in model.parameters():
-        each.grad = torch.randn(each.shape)
+    model(torch.randn(5, 40)).sum().backward()
+    others = torch.autograd.grad(model(torch.randn(4, 40)).sum(), list(model.parameters()))
+    for parameter, other in zip(model.parameters(), others):
+        parameter.grad = other
     with pytest.raises(ValueError, match="have been cleared or replaced; state the number of samples by `with"):
         reduction.synchronize()
 
