@@ -354,6 +354,24 @@ def test_raw_inputs_stay_at_their_site(mode: str) -> None:
     torch.testing.assert_close(*everything[0], rtol=1e-9, atol=1e-13)  # the first layer's is exact in any mode
 
 
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+@support.at_sites(2)
+def test_raw_inputs_of_a_layer_that_data_reach_in_a_later_step_stay_at_their_site(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=8, share_inputs=False)
+    for number in range(3):
+        inputs = torch.randn(4, 40)
+        hidden = model[0](inputs)
+        loss = (hidden + model[1](hidden if number < 2 else inputs)).square().mean()
+        if number < 2:
+            loss.backward()
+            reduction.synchronize()
+    with pytest.raises(dadplug.errors.PolicyError, match="data are the input of the layer of '1.weight', and were not"):
+        loss.backward()
+        reduction.synchronize()
+    reduction.detach(discard=True)
+
+
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
 @support.at_sites(2)
 def test_parts_called_beside_their_model_do_not_count(mode: str) -> None:

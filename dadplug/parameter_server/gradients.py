@@ -603,6 +603,7 @@ class ContributionCodec:
         assert isinstance(unit, FactorUnit)
         if not factor.rows and factor.bias is None:
             return None
+        self._method.check_inputs(unit.name)
         try:
             if factor.form.encoded:
                 self._method.check_rank(unit.name, factor.rows)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ...errors import PolicyError
 from ...exchange.factor_buckets import FactorPayload, StackedShares, StackedSlots
 from ...exchange.restrictions import check_restricted_rank, check_restrictions
 from ...exchange.wire import WireFormat, wire_format
@@ -264,6 +265,19 @@ class Method:
         """
         if getattr(self.options, "privacy", None) is None:
             check_restricted_rank(name, min(self.most_sent(name, rows), rows), rows)
+
+    def check_inputs(self, name: str) -> None:
+        """Check that no rows of a layer are sent which is fed by data since a later step, where these stay at the site.
+
+        Raises:
+            PolicyError: if they would be.
+        """
+        if not self.options.share_inputs and self.is_fed(name):
+            raise PolicyError(
+                f"share_inputs=False: data are the input of the layer of {name!r}, and were not when its way was "
+                "planned; nothing of this step has been sent of it. Pass data through it in the first step, too, so "
+                "that its gradient is all-reduced, or choose mode='dsgd'"
+            )
 
     def most_sent(self, name: str, rows: int) -> int:
         """Return how many rows or components are sent of a layer, at most.

@@ -381,6 +381,7 @@ class SiteFactorHandler(GatheredHandler):
         if not factor.deltas.shape[0] and factor.bias is None:  # no rows: what a method keeps stays as it is
             return None
         context, method = self.context, self.context.method
+        method.check_inputs(unit.name)
         task = torch._C._current_graph_task_id()
         if task == -1 or task != context.weighed_in:
             context.weighed_in, method.weight = task, context.expected_weight
