@@ -519,7 +519,6 @@ def test_samples_of_gradients_that_were_all_replaced_are_not_guessed() -> None:
         reduction.synchronize()
 
 
-
 def test_a_lightning_module_in_training_can_be_scripted() -> None:
     support.need("pytorch_lightning")
     import pytorch_lightning as pl

@@ -31,7 +31,6 @@ from ..wire.messages import RoundKind
 from .link import HubLink
 from .transport import COLLECTIVES, HubAllToAll, HubExchange, HubGather, HubRounds, HubTransport
 
-
 _PART_BYTES = 1 << 20  # of a payload that are cleared at once
 
 
