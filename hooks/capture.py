@@ -215,7 +215,7 @@ class CapturedLayer:
         name: name of the layer in the model, as in `named_modules`.
         module: captured layer.
         family: family of the layer.
-        fed_by_data: whether a captured input required no gradient, as the model's raw input.
+        fed_by_data: whether a captured input was the result of no operation, as the model's raw input.
         left_out: why a call was left to autograd: its input was of a kind that has no factors; empty if none was.
         committed: the committed factors; not to be changed.
         wrap_recorder: called in each captured forward with the layer, its input and the function that receives the
@@ -337,6 +337,14 @@ class CapturedLayer:
         self._forward.restore()
 
 
+def _is_data_leaf(inputs: Tensor) -> bool:
+    """Return whether an input that requires a gradient is the result of no operation, as data with `requires_grad_()`.
+
+    What reentrant checkpointing detaches is one, too, but while backward runs.
+    """
+    return inputs.is_leaf and not isinstance(inputs, nn.Parameter) and torch._C._current_graph_task_id() == -1
+
+
 class _CapturedForward(ForwardOverride):
     """Forward of a captured layer."""
 
@@ -378,7 +386,7 @@ class _CapturedForward(ForwardOverride):
             kind = "nested" if getattr(inputs, "is_nested", False) else getattr(inputs, "layout", "no tensor")
             layer.left_out = f"its input is not a dense tensor ({kind}, {type(inputs).__name__})"
             return self.plain(*args, **kwargs)
-        layer.fed_by_data |= not inputs.requires_grad
+        layer.fed_by_data |= not inputs.requires_grad or _is_data_leaf(inputs)
         thread, before = products.thread, products.thread.fastest
         thread.fastest = before or layer.fastest
         try:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import zoo
 from comparison import Beside, gradients
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from zoo_training import replicas_stay_equal, trains
 
 import dadplug
@@ -352,6 +353,20 @@ def test_raw_inputs_stay_at_their_site(mode: str) -> None:
     assert paths["0.weight"] == ("allreduce", "share_inputs=False: its layer is fed by data")
     assert paths["3.weight"][0] != "allreduce"
     torch.testing.assert_close(*everything[0], rtol=1e-9, atol=1e-13)  # the first layer's is exact in any mode
+
+
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+@support.at_sites(2)
+def test_raw_inputs_that_need_a_gradient_stay_at_their_site(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=8, share_inputs=False)
+    hidden = model[:2](torch.randn(4, 40).requires_grad_())
+    model[3:](checkpoint(model[2], hidden, use_reentrant=True)).square().mean().backward()
+    reduction.synchronize()
+    paths = {row.parameter: row.path for row in reduction.plan}
+    assert paths["0.weight"] == "allreduce"
+    assert "allreduce" not in (paths["2.weight"], paths["4.weight"])  # a checkpoint detaches what it gets
+    reduction.detach()
 
 
 @pytest.mark.parametrize("mode", ["dad", "rankdad"])
