@@ -158,6 +158,13 @@ def test_a_start_in_the_middle_of_a_run_is_refused(tmp_path):
         assert "it starts a training that has begun" in str(links[1].await_loss(TIMEOUT))
 
 
+def test_new_sites_in_a_round_that_is_closed_are_refused(tmp_path):
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        LyingHub(hub.hub.relay, {0: lambda close: [close, Grow(LIE, ("a", "b", "c", "d"))]})
+        found = together(lambda rank: run_rounds(links[rank], Requirements(1, 60_000)), 3)
+    assert "it announces new sites in round 3, which is closed" in str(found[0][0])
+
+
 def test_a_payload_of_the_next_round_is_none_of_the_round_before(tmp_path):
     """Deltas of local steps, which a member withholds: at the first site, those of the next round are there already."""
     with sealed_hub(tmp_path, sealed=False) as hub, linked(hub, 3) as links:

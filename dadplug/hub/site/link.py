@@ -292,6 +292,8 @@ class HubLink(HubConnection):
             return
         if list(message.names[:before]) != self.names:
             raise FrameError("it names other sites than those that this site knows")
+        if self.rounds.elastic and not self.rounds.joins and message.step <= self.rounds.closed:
+            raise FrameError(f"it announces new sites in round {message.step}, which is closed")
         self.names += new
         self.world_size = len(self.names)
         for slot in range(before, self.world_size):
