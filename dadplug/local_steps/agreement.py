@@ -272,7 +272,7 @@ class AgreedModel:
             found = {name: each.to(own[name].device, copy=True) for name, each in state[kind].items() if name in own}
             for name, each in found.items():
                 if (each.shape, each.dtype) != (own[name].shape, _wide_type(own[name])):
-                    raise ValueError(f"{kind} of {name!r} are of another shape or type")
+                    raise ValueError(f"{name!r} is of another shape or type")
             return found
 
         check_kinds(state, {"frozen": Sequence[str]})

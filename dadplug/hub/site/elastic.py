@@ -297,9 +297,10 @@ class ElasticGather(ElasticExchange, HubGather):
 
     def _blank(self, ranks: Set[int]) -> None:
         for rank in ranks - self.missing:
-            for part in self.payloads[rank].view(torch.uint8).split(_PART_BYTES):
-                if part.any():  # writing takes the memory of what has only been announced
-                    part.zero_()
+            if rank < len(self.payloads):  # else it is new, and was announced after the gather was made
+                for part in self.payloads[rank].view(torch.uint8).split(_PART_BYTES):
+                    if part.any():  # writing takes the memory of what has only been announced
+                        part.zero_()
         self.missing |= ranks
 
 
