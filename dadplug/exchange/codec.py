@@ -30,6 +30,8 @@ It rises with each change by which a site sends other bytes, or makes other bits
 releases with one version train together, and others do not."""
 _HEAD = b"dadplug1"
 _DEPTH = 64  # levels of containers in containers
+MAX_ITEMS = 1 << 23
+"""Items that the containers of an object have at most: each takes some microseconds to read, and memory of its own."""
 _NUMBER_BYTES = 1024  # of a whole number; Python does not print larger ones
 _EQUAL_HASHES = 64  # keys with one hash in a container, whose time grows with the square of their number
 _COMPACT_BYTES = 1 << 28
@@ -77,7 +79,7 @@ class _Parts(list[bytes]):
 
     def __init__(self, room: int) -> None:
         super().__init__([_HEAD])
-        self.room = room
+        self.room, self.items = room, 0
 
 
 def encode(item: Any, compact: bool = False) -> bytes:
@@ -92,7 +94,7 @@ def encode(item: Any, compact: bool = False) -> bytes:
 
     Raises:
         TypeError: for other objects; the message says what can be sent.
-        ValueError: if containers lie too deep in one another.
+        ValueError: if containers lie too deep in one another, or have too many items.
     """
     parts = _Parts(_COMPACT_BYTES if compact else 0)
     _encode(item, parts, 0)
@@ -149,6 +151,9 @@ def _encode(item: Any, parts: _Parts, depth: int) -> None:
 
 
 def _encode_items(items: list[Any], parts: _Parts, depth: int) -> None:
+    parts.items += len(items)
+    if parts.items > MAX_ITEMS:
+        raise ValueError(f"objects of more than {MAX_ITEMS} items cannot be sent: put numbers into tensors or arrays")
     parts.append(_SIZE.pack(len(items)))
     for each in items:
         _encode(each, parts, depth + 1)
@@ -219,7 +224,7 @@ class _Reader:
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
-        self._place = 0
+        self._place = self._items = 0
 
     @property
     def left(self) -> int:
@@ -241,6 +246,14 @@ class _Reader:
             raise ValueError(f"{count} items do not fit into {self.left} bytes")
         return count
 
+    def items(self) -> int:
+        """Read the number of items of a container."""
+        count = self.count(1)
+        self._items += count
+        if self._items > MAX_ITEMS:
+            raise ValueError(f"more than {MAX_ITEMS} items")
+        return count
+
     def content(self) -> memoryview:
         return self.take(self.size())
 
@@ -258,7 +271,7 @@ def _decode(reader: _Reader, depth: int) -> Any:
 
 
 def _items(reader: _Reader, depth: int) -> list[Any]:
-    return [_decode(reader, depth + 1) for _ in range(reader.count(1))]
+    return [_decode(reader, depth + 1) for _ in range(reader.items())]
 
 
 def _read_dictionary(reader: _Reader, depth: int) -> dict[Any, Any]:

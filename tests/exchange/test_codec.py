@@ -201,6 +201,18 @@ def test_keys_with_one_hash_are_refused_since_they_take_a_time_that_grows_with_t
         codec.decode(content)
 
 
+def test_objects_of_too_many_items_are_refused_at_both_ends(monkeypatch):
+    items = [[[]] * 40, dict.fromkeys(range(20), ())]  # 2 + 40 + 40
+    content = codec.encode(items)
+    monkeypatch.setattr(codec, "MAX_ITEMS", 82)
+    assert codec.decode(codec.encode(items)) == items
+    monkeypatch.setattr(codec, "MAX_ITEMS", 81)
+    with pytest.raises(ValueError, match="more than 81 items"):
+        codec.encode(items)
+    with pytest.raises(ValueError, match="more than 81 items"):
+        codec.decode(content)
+
+
 def test_whole_numbers_that_cannot_be_printed_are_refused():
     with pytest.raises(TypeError, match="cannot be sent"):
         codec.encode(1 << 20_000)
