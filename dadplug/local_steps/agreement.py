@@ -775,7 +775,8 @@ class Agreement:
                 f"the checkpoint is of a run with fragments={len(state['fragments'])}, and this one has "
                 f"fragments={len(self._fragments)}: set it as it was"
             )
-        check_kinds(state, {"count": int, "due": int | None, "buffers": Sequence[str], "fragments": Sequence[Mapping]})
+        of_parts = Sequence[Mapping[str, Any]]
+        check_kinds(state, {"count": int, "due": int | None, "buffers": Sequence[str], "fragments": of_parts})
         self._receive()
         self.count = state["count"]
         self.agreed.load_state_dict(state["agreed"], self._model)

@@ -328,6 +328,10 @@ class ReplicatedModel:
         with self.traffic.apart():
             sameness.broadcast_buffers(self.shared, self._transport)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this site."""
+        raise NotImplementedError
+
     def load_state_dict(self, state: Any) -> None:
         """Restore what ``state_dict`` of this site returned."""
         raise NotImplementedError

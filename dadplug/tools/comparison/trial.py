@@ -238,8 +238,8 @@ def built(build: Build) -> Built:
     """
     found: Any = build() if callable(build) else build
     parts = tuple(found) if isinstance(found, Sequence) else (found,)
-    kinds = (nn.Module, Optimizer, Callable)
-    if len(parts) != 3 or not all(map(isinstance, parts, kinds)):
+    kinds: tuple[Any, ...] = (nn.Module, Optimizer, Callable)
+    if len(parts) != 3 or not all(isinstance(part, kind) for part, kind in zip(parts, kinds, strict=True)):
         given = ", ".join(type(part).__name__ for part in parts)
         raise TypeError(f"build() must return (model, optimizer, criterion), got {given}")
     own = {id(p) for p in parts[0].parameters()}
