@@ -83,7 +83,7 @@ def die_in_round(case: SiteCase, in_round: Callable[[object], bool], ended: bool
         if in_round(answer) and next(count) == case.leave:
             if not ended:
                 die()
-            self._wait_until = die
+            self._wait_for_close = die
         return original(self, timeout, answer, *kind)
 
     RoundClient.end = end

@@ -17,6 +17,7 @@ import types
 import typing
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -776,20 +777,14 @@ def test_a_header_of_local_steps_names_the_site(place):
 
 @pytest.mark.parametrize(("others", "most"), [(0, 1 << 24), (1 << 20, 1 << 26)], ids=["others send none", "some"])
 def test_a_second_round_is_bounded_by_what_the_other_sites_send(monkeypatch, others, most):
-    """A site may announce a gigabyte, or 64 times what the largest other site sends."""
-    wire, asked = wire_format("fp32"), []
+    wire = wire_format("fp32")
     bucket = FactorBucket([Slot(6, 10, 0, 3, wire)], Arrives(), torch.float32, wire)
-
-    def gather(transport, sizes, *_, **__):
-        asked.append(sizes)
-        raise InterruptedError
-
-    monkeypatch.setattr(Arrives, "gather", gather)
+    monkeypatch.setattr(Arrives, "gather", asked := Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):
         bucket.second_round([[others, most, 0]])
     with pytest.raises(MismatchError, match=r"site 1 \(b\) announces \d+ more values"):
         bucket.second_round([[others, most + 100, 0]])
-    assert asked == [[16 * others, 16 * most, 0]]
+    assert asked.call_args.args[0] == [16 * others, 16 * most, 0]
 
 
 @pytest.mark.parametrize("value", [-1, 100, 1 << 30])

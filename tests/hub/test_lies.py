@@ -168,7 +168,7 @@ def test_new_sites_in_a_round_that_is_closed_are_refused(tmp_path):
 def test_a_payload_of_the_next_round_is_none_of_the_round_before(tmp_path):
     """Deltas of local steps, which a member withholds: at the first site, those of the next round are there already."""
     with sealed_hub(tmp_path, sealed=False) as hub, linked(hub, 3) as links:
-        waits, inbox = links[0].rounds._wait_until, links[0].inbox
+        waits, inbox = links[0].rounds._wait_for_close, links[0].inbox
 
         def arrived():
             return any(frames[0][0].slot == 2 for frames in inbox._early.values())
@@ -177,7 +177,7 @@ def test_a_payload_of_the_next_round_is_none_of_the_round_before(tmp_path):
             waits(over, *rest)
             waits(arrived, *rest)
 
-        links[0].rounds._wait_until = slowly
+        links[0].rounds._wait_for_close = slowly
 
         def run(rank):
             transport = ElasticTransport(links[rank], Traffic(), TIMEOUT, Requirements(1, 60_000))
@@ -362,14 +362,14 @@ def test_a_payload_of_the_next_round_does_not_stand_for_one_that_is_missing(tmp_
     """It may arrive before a site goes on after the close, so that only this one would take it."""
 
     def prepare(transport):
-        link, wait = transport.link, transport.link.rounds._wait_until
+        link, wait = transport.link, transport.link.rounds._wait_for_close
 
         def hear_more(*arguments):
             wait(*arguments)
             link.converse(lambda: int(link.rank == 0 and not link.inbox.early_bytes), TIMEOUT)
 
         if link.rank < 2:
-            link.rounds._wait_until = hear_more
+            link.rounds._wait_for_close = hear_more
 
     def send_late(transport, gather):
         transport.link.rounds.end(TIMEOUT, None, RoundKind.FIRST)

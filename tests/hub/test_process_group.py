@@ -342,7 +342,7 @@ step()
 if rank == 0 and sys.argv[2] == "before":
     kill()
 if rank == 0:  # what it has sent does not count
-    reduction._transport.link.rounds._wait_until = lambda *_: kill()
+    reduction._transport.link.rounds._wait_for_close = lambda *_: kill()
 elif sys.argv[2] == "meanwhile":
     assert reduction._transport.link.await_loss(30)
 assert reduced(value, dist.ReduceOp.SUM) == 7

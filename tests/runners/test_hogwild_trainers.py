@@ -168,6 +168,8 @@ class Failing(Rows):
         self.how = how
 
     def training_step(self, batch, batch_idx):
+        if dist.get_rank() == 0:
+            time.sleep(0.02)  # so that the other process gets batches of each epoch
         if self.trainer.current_epoch == 1 and dist.get_rank() == 1 and batch_idx == 1:
             if self.how == "raise":
                 raise KeyError("no such thing")

@@ -237,8 +237,7 @@ class RoundClient:
                 self._send_state(request, number - 1, answer())
             return number in self._closes
 
-        what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
-        self._wait_or_accuse(over, counted, number, timeout, f"{what}: another site is stopped or busy")
+        self._wait_for_close(over, counted, number, timeout)
         with link.lock:
             self.check()
             contributors = self._close(number, counted)
@@ -249,6 +248,12 @@ class RoundClient:
                 "who controls it, is at fault"
             )
         return self.absent
+
+    def _wait_for_close(
+        self, over: Callable[[], bool], counted: Sequence[Incoming], number: int, timeout: float
+    ) -> None:
+        what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
+        self._wait_or_accuse(over, counted, number, timeout, f"{what}: another site is stopped or busy")
 
     def _close(self, number: int, counted: Sequence[Incoming]) -> set[int]:
         """Take the close of a round, and open the next one; return the contributors. The link's lock is held."""
