@@ -39,9 +39,14 @@ _CALLS = 60.0  # microseconds that a compression takes beside its products, abou
 _PREFERRED = 3.0  # how many times as long a compression may take that keeps all that is not sent
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 
-_KINDS = {  # of what is kept by layer
-    **{"carried": dict[str, Tensor], "biases": dict[str, Tensor], "room": dict[str, int], "weights": dict[str, float]},
-    **{"calls": dict[str, int], "whole": dict[str, bool], "rank": int | None},
+_KINDS: dict[str, Any] = {  # of what is kept by layer
+    "carried": dict[str, Tensor],
+    "biases": dict[str, Tensor],
+    "room": dict[str, int],
+    "weights": dict[str, float],
+    "calls": dict[str, int],
+    "whole": dict[str, bool],
+    "rank": int | None,
     "tables": dict[str, tuple[Tensor, Tensor, int]],
 }
 
