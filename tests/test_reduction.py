@@ -382,7 +382,7 @@ def test_raw_inputs_of_a_layer_that_data_reach_in_a_later_step_stay_at_their_sit
             loss.backward()
             reduction.synchronize()
     with pytest.raises(
-        dadplug.errors.PolicyError, match=r"data are the input of the layer of '1.weight', and were not"
+        dadplug.errors.PolicyError, match=r"data have reached the layer of '1.weight' for the first time"
     ):
         loss.backward()
     reduction.detach(discard=True)

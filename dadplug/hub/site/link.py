@@ -219,7 +219,7 @@ class HubLink(HubConnection):
         match message:
             case Start(position=position):
                 if self._started and not (rounds.joins or rounds.dropped):
-                    raise FrameError("it starts a training that has begun: ask who controls the hub")
+                    raise FrameError("it starts a training that has begun: ask those who run the hub")
                 self._start_without(message.absent)
                 self._started = self.outlasts_outages = True
                 self.step = position.step + 1

@@ -252,6 +252,7 @@ class RoundClient:
     def _wait_for_close(
         self, over: Callable[[], bool], counted: Sequence[Incoming], number: int, timeout: float
     ) -> None:
+        """Wait until the hub has closed a round."""
         what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
         self._wait_or_accuse(over, counted, number, timeout, f"{what}: another site is stopped or busy")
 

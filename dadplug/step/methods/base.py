@@ -267,16 +267,18 @@ class Method:
             check_restricted_rank(name, min(self.most_sent(name, rows), rows), rows)
 
     def check_inputs(self, name: str) -> None:
-        """Check that no rows of a layer are sent which is fed by data since a later step, where these stay at the site.
+        """Check, with ``share_inputs=False``, that a layer of which rows are sent is not fed by data; before `encode`.
+
+        Layers that data feed in the first step send none. Data may reach another one in a later step.
 
         Raises:
-            PolicyError: if they would be.
+            PolicyError: if it is.
         """
         if not self.options.share_inputs and self.is_fed(name):
             raise PolicyError(
-                f"share_inputs=False: data are the input of the layer of {name!r}, and were not when its way was "
-                "planned; nothing of this step has been sent of it. Pass data through it in the first step, too, so "
-                "that its gradient is all-reduced, or choose mode='dsgd'"
+                f"share_inputs=False: data have reached the layer of {name!r} for the first time in this step, and "
+                "nothing of it has been sent. Pass data through it in the first step, too, so that its gradient is "
+                "all-reduced, or choose mode='dsgd'"
             )
 
     def most_sent(self, name: str, rows: int) -> int:
