@@ -32,7 +32,9 @@ MERGES = ("all", "owner", "auto")
 PRIVATE_MODES = ("dsgd", "rankdad")
 AUTO = "auto"
 _RANK = 8  # with rank="auto"
-_TABLE = 1 << 18  # numbers of a table from which rankdad sends its rows in int8 with rank="auto"
+# Numbers from which rankdad sends gradients in int8 with rank="auto", though not their factors: those of a table whose
+# rows are sent, and of all gradients together that are summed.
+_MANY = {GradientPath.FACTORS: 1 << 18, GradientPath.ALLREDUCE: 1 << 15}
 
 
 _LOCAL = "local steps are not a mode of a reduction but dadplug.LocalSGD(model, optimizer)"
@@ -262,17 +264,18 @@ class Options(OptionSet):
         """Largest rank of a layer's compressed gradient."""
         return self.rank if isinstance(self.rank, int) else _RANK
 
-    def wire_of(self, path: str, table: int = 0) -> str:
+    def wire_of(self, path: str, numbers: int = 0) -> str:
         """Return the name of the number format of gradients that take a path.
 
         Args:
             path: the path.
-            table: numbers of a table whose rows are sent; 0 for anything else.
+            numbers: of a table whose rows are sent, or of all gradients that are summed together; 0 if not known.
         """
         if self.wire != AUTO:
             return self.wire
-        many_in_int8 = (self.mode, self.rank) == ("rankdad", AUTO)
-        return "int8" if many_in_int8 and (path == GradientPath.LOWRANK or table >= _TABLE) else "fp32"
+        if (self.mode, self.rank) != ("rankdad", AUTO):
+            return "fp32"
+        return "int8" if path == GradientPath.LOWRANK or numbers >= _MANY.get(path, math.inf) else "fp32"
 
     @property
     def requirements(self) -> Requirements | None:

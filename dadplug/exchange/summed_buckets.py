@@ -71,8 +71,14 @@ class SummedBucket(ABC):
         else:
             part.copy_(gradient.reshape(-1) * weight)
 
-    def fill_all(self, gradients: Sequence[Tensor | None], weight: float) -> bool:
-        """Put all gradients into their places at once, if they are plain tensors as these; return whether they are."""
+    def fill_all(self, gradients: Sequence[Tensor | None], weight: float, scale: float = 1.0) -> bool:
+        """Put all gradients into their places at once, if they are plain tensors as these; return whether they are.
+
+        Args:
+            gradients: the gradients; they contain no loss scale.
+            weight: the site's weight.
+            scale: as in `fill`.
+        """
         kind = torch.strided, self._flat.dtype, self._flat.device
         flat = [
             each if each.dim() == 1 else each.reshape(-1)
@@ -81,6 +87,11 @@ class SummedBucket(ABC):
         ]
         if len(flat) < len(gradients):
             return False
+        self._fill_flat(flat, weight, scale)
+        return True
+
+    def _fill_flat(self, flat: list[Tensor], weight: float, scale: float) -> None:
+        """Put all gradients, each a flat tensor, into their places, times the weight."""
         if weight == 1.0 or self._flat.numel() < _SMALL * len(flat):
             torch._foreach_copy_(list(self._parts), flat)
             if weight != 1.0:
@@ -88,7 +99,6 @@ class SummedBucket(ABC):
         else:  # in one pass over memory
             for part, each in zip(self._parts, flat, strict=True):
                 torch.mul(each, weight, out=part)
-        return True
 
     def finite(self, index: int | None = None) -> bool:
         """Return whether a filled part holds neither NaN nor Inf; None for all parts, which takes one pass."""
@@ -240,6 +250,12 @@ class QuantisedBucket(SummedBucket):
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             part.add_(gradient.reshape(-1).to(part), alpha=weight)
 
+    def _fill_flat(self, flat: list[Tensor], weight: float, scale: float) -> None:
+        super()._fill_flat(flat, weight, scale)
+        if self.feedback:
+            self._flat.add_(self._lost, alpha=1.0 / scale)
+            self._loss_scales = [1.0] * len(flat)
+
     def launch(self) -> None:
         self._flat[sum(self._sizes) :].zero_()  # the sums of the last step are there, and may have been NaN
         self._wire.encode_flat(self._flat, self._gather.payload, self._next if self.feedback else None)
@@ -263,6 +279,9 @@ class QuantisedBucket(SummedBucket):
         if not self.feedback or not any(kept):
             return
         self._lost, self._next = self._next, self._lost
+        if all(kept) and set(self._loss_scales) == {1.0}:
+            rescale(self._lost, self._next, scale, expected)
+            return
         for now, before, keep, loss_scale in zip(
             self.lost, self._split(self._next), kept, self._loss_scales, strict=True
         ):

@@ -21,6 +21,7 @@ from ...exchange.summed_buckets import AllReducedBucket, GatheredBucket, SparseB
 from ...exchange.wire import WireFormat, wire_format
 from ..methods import Method, powersgd, topk
 from ..methods.base import GradientPath
+from ..methods.feedback import LossScales
 from ..units.base import Unit, versions_of
 from .clipping import sum_of_squares
 from .faults import Fault
@@ -182,7 +183,8 @@ class DenseHandler(SummedHandler):
 
     def _put_every(self, weight: float) -> list[Unit]:
         gradients = [each if each is None else each.detach() for each in map(_GRADIENT, self.units)]
-        if self.bucket.feedback or not weight or not self.bucket.fill_all(gradients, weight):
+        scaled = self.bucket.feedback and LossScales.scaled
+        if scaled or not weight or not self.bucket.fill_all(gradients, weight, self.context.scale):
             super()._put_every(weight)
         if not self.context.checks_finite or self.bucket.finite():  # of all in one pass
             return []

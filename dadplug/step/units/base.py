@@ -405,6 +405,7 @@ class Unit:
         changed: whether the program has changed its gradient in place since the last backward pass of this step; as
             `drop_cleared` has found it.
         broken: whether its payload cannot be used, since the payload that it depends on has been discarded.
+        together: numbers of all gradients that are summed with this one where few sites gather them; 0 otherwise.
         path: the path of its gradient, for which a bucket handler is registered.
         reduction: number of the reduction that it belongs to.
         version: of the gradient, see `version_of`, when it arrived; None where placeholders stand for it.
@@ -415,6 +416,7 @@ class Unit:
     version: tuple[int, int] | None = None
     placed: Mapping[str, LazyGradient] = MappingProxyType({})
     changed = broken = False
+    together = 0
     path: str = GradientPath.ALLREDUCE
     _at_first: ClassVar[dict[str, Any]] = dict.fromkeys(("arrivals", "discards"), 0) | dict.fromkeys(
         ("sent", "dense", "void", "changed"), False
@@ -441,7 +443,7 @@ class Unit:
 
     def wire(self, options: MethodOptions) -> WireFormat:
         """Return the format in which the gradients are sent."""
-        return wire_format(options.wire_of(self.path, self.table_size), self.lead.dtype)
+        return wire_format(options.wire_of(self.path, self.table_size or self.together), self.lead.dtype)
 
     @property
     def has_gradient(self) -> bool:
