@@ -31,7 +31,7 @@ from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..reducer.clipping import OutsizedGradients
 from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
-from ..units.base import Arrived, Unit, begin_step, is_zero, mark_agreed
+from ..units.base import Arrived, Unit, begin_step, count_together, is_zero, mark_agreed
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .chains import (
     ChainReports,
@@ -531,6 +531,7 @@ class Planner:
         self._planned_for, self._off_plan = merged.largest, 0
         reasons = merged.chosen | self._reasons
         self.units = [new for unit in self.units for new in self._unless_dense(unit, reasons.get(unit.name))]
+        count_together(self.units, sites)
         self._reference = self._reference or merged.samples
         self.is_complete = not self._method.traits.recomputes_deltas or self._link_chains()
         self._reducer = Reducer(

@@ -27,7 +27,6 @@ from ...support.logs import get_logger
 from ...support.schedules import Decoding
 from ..fused import Deferral, compare_digests
 from ..methods import Method
-from ..methods.base import GradientPath
 from ..methods.feedback import ErrorFeedback
 from ..units.base import Unit
 from ..units.factor import FactorUnit
@@ -48,7 +47,6 @@ from .owners import Owners, deal
 
 _log = get_logger(__name__)
 _NOTHING = nullcontext()
-_FEW_SITES = 4  # with more, gathering int8 sends hardly less than an all-reduce in single precision
 _SAMPLES, _FAULT, _FINITE = map(attrgetter, ("samples", "fault", "finite"))
 _Late = tuple[str, torch.nn.Parameter, SummedBucket]
 """The name of a unit, one of its parameters, and the bucket of the gradient of that, which no handler sends."""
@@ -181,7 +179,6 @@ class Reducer:
             rows: rows that a unit is expected to send, by its name.
         """
         context = self._context
-        _count_together(self._units, context.transport.world_size)
         handlers: list[BucketHandler] = []
         open_groups: dict[tuple[type[BucketHandler], WireFormat, torch.dtype], tuple[list[Unit], int]] = {}
         kinds, sizes, wholes = [], [], Counter[type[BucketHandler]]()
@@ -650,14 +647,6 @@ class Reducer:
         for handler in self._handlers:
             for name, lost in handler.rounding().items():
                 lost.copy_(kept.of(name, lost))
-
-
-def _count_together(units: Sequence[Unit], sites: int) -> None:
-    """Count the numbers that are summed together: a unit's wire format is chosen by them."""
-    summed = [unit for unit in units if unit.path == GradientPath.ALLREDUCE and unit.lead.dtype != torch.float64]
-    together = sum(unit.lead.numel() for unit in summed) if sites <= _FEW_SITES else 0
-    for unit in summed:
-        unit.together = together
 
 
 def _norm_of(square: float) -> float:

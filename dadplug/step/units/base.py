@@ -380,6 +380,7 @@ def mark_agreed(units: Iterable[Unit]) -> None:
         setattr(gradient, _AGREED, (reduction, version))
 
 
+_FEW_SITES = 4  # with more, gathering int8 sends hardly less than an all-reduce in single precision
 Arrived = Callable[[], "Callable[[Unit], None] | None"]
 """Weak reference to the method that gets a unit whose gradient has arrived; None once its object is gone."""
 
@@ -502,6 +503,19 @@ def begin_step(units: Iterable[Unit]) -> None:
         vars(unit).update(unit._at_first)
         for each in unit._of_step:
             each.clear()
+
+
+def count_together(units: Iterable[Unit], sites: int) -> None:
+    """Count the numbers that are summed together, by which the wire format of their units is chosen.
+
+    Args:
+        units: the units of a plan.
+        sites: the number of sites on which all of them have agreed for the plan.
+    """
+    summed = [unit for unit in units if unit.path == GradientPath.ALLREDUCE and unit.lead.dtype != torch.float64]
+    together = sum(unit.lead.numel() for unit in summed) if sites <= _FEW_SITES else 0
+    for unit in summed:
+        unit.together = together
 
 
 def drop_cleared(units: Iterable[Unit]) -> list[bool]:
