@@ -34,9 +34,12 @@ from dadplug.hub.site.link import HubLink
 from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.wire.messages import Kind, SendState
 from dadplug.hub.wire.streams import KeptFrames
+from dadplug.options import _MANY as MANY
+from dadplug.step.methods.base import GradientPath
 from dadplug.step.planning import choice, planner
 from dadplug.step.planning.merging import LinkCosts
 from dadplug.step.reducer.handler import StepHeader
+from dadplug.step.units import base as units
 
 LIE = 4
 HELD_UP = 8.0  # longer than the 5 s after which the hub asks another site
@@ -96,6 +99,7 @@ class Case:
         exact: whether the model is in double precision, with layers that are large enough to be compressed; the lines
             have gradients then.
         rank: option of the reduction then; the default leaves nothing out.
+        few: number of sites up to which all gradients that are summed are sent in int8, with all defaults; 0 for none.
         by_byte: seconds that a byte takes where the rank is chosen, and sites wait for them; 0 for no choice, since the
             measured time of a step may differ.
         reviews: whether the rank is reviewed in every step.
@@ -147,6 +151,7 @@ class Case:
     merge: str = "all"
     exact: bool = False
     rank: int | str = 18
+    few: int = 0
     by_byte: float = 0.0
     reviews: bool = False
     begins: list[float] = field(default_factory=list)
@@ -440,6 +445,9 @@ def build(case: Case, model: nn.Module, state: dict[str, Any]) -> tuple[nn.Modul
     }
     if case.exact:
         options |= {"rank": case.rank, "tolerance": 0.0}
+    if case.few:
+        units._FEW_SITES, MANY[GradientPath.ALLREDUCE] = case.few, 1
+        options |= {"wire": "auto"}
     if not case.wraps:
         reduction = dadplug.GradientReduction(model, case.mode, **{"weighting": "samples"} | options)
         assert (

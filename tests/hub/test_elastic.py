@@ -428,6 +428,19 @@ def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode, **settings | {"late": "wait", "pause": 0.0}))
 
 
+def test_a_site_that_is_new_sums_in_the_format_of_the_others(tmp_path):
+    """The others still send what two sites send in the step in which the run grows to three."""
+    with Fleet(tmp_path, "ab", mode="rankdad", few=2, pause=1.0) as fleet:
+        fleet.start("ab")
+        fleet.await_step("a", 3)
+        add_site(fleet.hub, "abc")
+        fleet.start("c")
+        fleet.hub.await_line("c joins", ENDED)
+        _, present = fleet.finish("abc", 4)
+    assert present[3] == [0, 1]
+    assert present[max(present)] == [0, 1, 2]
+
+
 def test_a_site_with_an_old_kit_returns_to_a_run_that_has_grown_twice(tmp_path):
     with Fleet(tmp_path, "ab", mode="rankdad", pause=0.02, meets=True) as fleet:
         hub, kept = fleet.hub, keep_kits(fleet.hub, "ab")

@@ -69,6 +69,7 @@ def run(reduction: dadplug.GradientReduction, model: nn.Module, steps: int, scal
 def test_what_rounding_takes_from_many_numbers_is_kept(scale: float) -> None:
     model = Scaled()
     reduction = dadplug.GradientReduction(model, mode="rankdad", weighting="samples")
+    assert reduction.plan.bytes == 2 * WIDTH
     lost, missing = run(reduction, model, 7, scale)
     assert 1e-4 < lost < 0.02
     assert missing < 1e-6

@@ -714,6 +714,7 @@ class Planner:
         private, masked = self._options.privacy is not None, GradientPath.MASKED in self._given
         found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense, private, masked)
         self._capture, self.units, self._paths, self._notices = found
+        count_together(self.units, self._transport.world_size)
         self._order: list[Unit] = []  # in which gradients arrive
         self._earlier = dict(self._reasons)
         self.is_complete = False
