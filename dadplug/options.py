@@ -134,7 +134,7 @@ class Options(OptionSet):
     wire: str = option(
         AUTO,
         "number format on the network; fp32 stands for the parameters' own; auto: int8 for the low-rank factors of "
-        "rankdad with rank=auto, and for its rows of large tables, else fp32",
+        "rankdad with rank=auto, its rows of large tables, and with few sites its many sums; else fp32",
         choices=(*WIRES, AUTO),
     )
     dense: str = option("lowrank", "rankdad: treatment of weights that have no factors", choices=DENSES)

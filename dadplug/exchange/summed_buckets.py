@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..errors import MismatchError
 from .factor_buckets import extent, finite, squared_norm
 from .fields import check_all
 from .transport import Gather, PendingSum, Transport
-from .wire import BLOCK, WireFormat, rescale
+from .wire import QuantisedFormat, WireFormat, rescale
 
 _SMALL = 4096  # elements of a gradient, about, below which a call takes longer than a pass over memory
 
@@ -23,7 +24,7 @@ class SummedBucket(ABC):
     Made by `summed_bucket`.
 
     Args:
-        flat: the tensor; what is beyond the gradients is padding.
+        flat: the tensor; what belongs to no gradient is padding.
         sizes: number of elements of each gradient.
 
     Attributes:
@@ -38,7 +39,7 @@ class SummedBucket(ABC):
         self._parts = self._split(flat)
 
     def _split(self, flat: Tensor) -> Sequence[Tensor]:
-        parts: Sequence[Tensor] = flat[: sum(self._sizes)].split(self._sizes)
+        parts: Sequence[Tensor] = flat.split(self._sizes)
         return parts
 
     @property
@@ -102,11 +103,11 @@ class SummedBucket(ABC):
 
     def finite(self, index: int | None = None) -> bool:
         """Return whether a filled part holds neither NaN nor Inf; None for all parts, which takes one pass."""
-        return finite(self._flat[: sum(self._sizes)] if index is None else self._parts[index])
+        return finite(self._flat if index is None else self._parts[index])
 
     def extent(self) -> float:
         """Return the size of the sum of all sums; NaN or infinity only where these hold such a value."""
-        return extent(self._flat[: sum(self._sizes)])
+        return extent(self._flat)
 
     def culprit(self) -> int | None:
         """Return the rank of a site that has sent NaN or Inf, as all sites find; None where the sum does not tell."""
@@ -211,11 +212,28 @@ class GatheredBucket(SummedBucket):
         return next((rank for rank, payload in enumerate(others, 1) if not finite(payload)), None)
 
 
+class _Blocks(NamedTuple):
+    """Blocks of one width, of all gradients that are divided into such.
+
+    Attributes:
+        width: elements of a block.
+        values: their places in the flat tensor.
+        coded: their places in a payload.
+    """
+
+    width: int
+    values: slice
+    coded: slice
+
+
 class QuantisedBucket(SummedBucket):
     """Gradients that every site gathers in a quantised format, and sums in the order of ranks.
 
     The rounding error is kept, and added to the next step's gradient, once `commit` says that the step counts. A site
     sends (S - 1) bytes for each element, where an all-reduce in single precision sends 8 (S - 1) / S.
+
+    No block belongs to two gradients: beside large ones the elements of a small one would be rounded to zero for many
+    steps, and then be sent at once.
 
     Args:
         sizes: number of elements of each gradient.
@@ -224,18 +242,43 @@ class QuantisedBucket(SummedBucket):
         feedback: whether the rounding error is kept.
     """
 
-    def __init__(self, sizes: Sequence[int], transport: Transport, wire: WireFormat, feedback: bool = True) -> None:
+    def __init__(
+        self, sizes: Sequence[int], transport: Transport, wire: QuantisedFormat, feedback: bool = True
+    ) -> None:
         self._wire = wire
         self.feedback = feedback
-        padding = -sum(sizes) % BLOCK  # whole blocks are encoded without a copy
-        super().__init__(torch.zeros(sum(sizes) + padding, device=transport.device), sizes)
-        self._lost, self._next = (torch.zeros_like(self._flat) if feedback else self._flat[:0] for _ in range(2))
+        self._starts, length, coded = [0] * len(sizes), 0, 0
+        self._blocks: list[_Blocks] = []
+        shapes = [wire.blocks(size) for size in sizes]
+        for width in sorted({width for _, width in shapes if width}):
+            first, before = length, coded
+            for index, shape in enumerate(shapes):
+                if shape[1] == width:
+                    self._starts[index] = length
+                    length += shape[0] * width
+            coded += (length - first) // width * wire.row_size(width)
+            self._blocks.append(_Blocks(width, slice(first, length), slice(before, coded)))
+        super().__init__(torch.zeros(length, device=transport.device), sizes)
+        ends = [
+            (start + size, start + rows * width)
+            for start, size, (rows, width) in zip(self._starts, sizes, shapes, strict=True)
+        ]
+        self._padding = [self._flat[start:end] for start, end in ends if start < end]
+        self._lost, self._next = (self._memory() for _ in range(2))
         self._loss_scales = [1.0] * len(self._sizes)
-        self._gather: Gather = transport.gather([wire.flat_size(len(self._flat))] * transport.world_size, wire.dtype)
+        self._gather: Gather = transport.gather([coded] * transport.world_size, wire.dtype)
+
+    def _split(self, flat: Tensor) -> Sequence[Tensor]:
+        return [flat[start : start + size] for start, size in zip(self._starts, self._sizes, strict=True)]
+
+    def _memory(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return zeros for what rounding takes: of all gradients, and of each."""
+        zeros = torch.zeros_like(self._flat) if self.feedback else self._flat[:0]
+        return zeros, self._split(zeros) if self.feedback else ()
 
     @property
     def lost(self) -> Sequence[Tensor]:
-        return self._split(self._lost) if self.feedback else ()
+        return self._lost[1]
 
     def fill(
         self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0, scale: float = 1.0
@@ -253,38 +296,46 @@ class QuantisedBucket(SummedBucket):
     def _fill_flat(self, flat: list[Tensor], weight: float, scale: float) -> None:
         super()._fill_flat(flat, weight, scale)
         if self.feedback:
-            self._flat.add_(self._lost, alpha=1.0 / scale)
+            self._flat.add_(self._lost[0], alpha=1.0 / scale)
             self._loss_scales = [1.0] * len(flat)
 
     def launch(self) -> None:
-        self._flat[sum(self._sizes) :].zero_()  # the sums of the last step are there, and may have been NaN
-        self._wire.encode_flat(self._flat, self._gather.payload, self._next if self.feedback else None)
+        for each in self._padding:  # the sums of the last step are there, and may have been NaN
+            each.zero_()
+        payload, rest = self._gather.payload, self._next[0]
+        for width, values, coded in self._blocks:
+            rows, place = self._flat[values].view(-1, width), payload[coded].view(-1, self._wire.row_size(width))
+            self._wire.encode(rows, place, rest=rest[values].view(-1, width) if self.feedback else None)
         self._gather.launch()
+
+    def _decoded(self, payload: Tensor) -> list[Tensor]:
+        """Return the values of a payload, by width of their blocks."""
+        size = self._wire.row_size
+        return [self._wire.decode(payload[coded].view(-1, size(width))).view(-1) for width, _, coded in self._blocks]
 
     def wait(self, shares: Sequence[float] = ()) -> Sequence[Tensor]:
         self._flat.zero_()
         payloads = self._gather.wait()
         for payload, share in zip(payloads, shares or [1.0] * len(payloads), strict=True):
-            self._flat.add_(self._wire.decode_flat(payload, len(self._flat)), alpha=share)
+            for (_, values, _), decoded in zip(self._blocks, self._decoded(payload), strict=True):
+                self._flat[values].add_(decoded, alpha=share)
         return self._parts
 
     def squares(self) -> list[float]:
-        return [squared_norm(self._wire.decode_flat(each, len(self._flat))) for each in self._gather.wait()]
+        return [sum(map(squared_norm, self._decoded(payload))) for payload in self._gather.wait()]
 
     def culprit(self) -> int | None:
-        values = (self._wire.decode_flat(payload, len(self._flat)) for payload in self._gather.wait())
-        return next((rank for rank, each in enumerate(values) if not finite(each)), None)
+        payloads = enumerate(self._gather.wait())
+        return next((rank for rank, payload in payloads if not all(map(finite, self._decoded(payload)))), None)
 
     def commit(self, kept: Sequence[bool], scale: float, expected: float) -> None:
         if not self.feedback or not any(kept):
             return
         self._lost, self._next = self._next, self._lost
         if all(kept) and set(self._loss_scales) == {1.0}:
-            rescale(self._lost, self._next, scale, expected)
+            rescale(self._lost[0], self._next[0], scale, expected)
             return
-        for now, before, keep, loss_scale in zip(
-            self.lost, self._split(self._next), kept, self._loss_scales, strict=True
-        ):
+        for now, before, keep, loss_scale in zip(self.lost, self._next[1], kept, self._loss_scales, strict=True):
             if not keep:
                 now.copy_(before)
                 continue
@@ -302,7 +353,7 @@ def summed_bucket(sizes: Sequence[int], transport: Transport, wire: WireFormat, 
         wire: format of the payload.
         feedback: whether the rounding error of a quantised format is kept for the next step.
     """
-    if wire.quantised:
+    if isinstance(wire, QuantisedFormat):
         return QuantisedBucket(sizes, transport, wire, feedback)
     if transport.prefers_gather(sum(sizes) * wire.itemsize):
         return GatheredBucket(sizes, transport, wire.dtype)

@@ -15,7 +15,7 @@ from ..lowrank.dispatch import SCALE_SIZE, kernels_for
 from ..support.registry import Registry
 
 BLOCK = 512
-"""Elements of a flat tensor that share a scale in a quantised format."""
+"""Elements of a flat tensor that share a scale in a quantised format, at most."""
 
 
 class WireFormat:
@@ -79,18 +79,16 @@ class WireFormat:
         """Return the number of payload elements of a flat tensor of `count` values."""
         return count
 
-    def encode_flat(self, values: Tensor, out: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
+    def encode_flat(self, values: Tensor) -> Tensor:
         """Encode a flat tensor; in a quantised format by blocks, each with a scale of its own.
 
         Args:
-            values: of shape (n,), any floating-point type. In a quantised format whole blocks where `rest` is given.
-            out: as in `encode`.
-            rest: as in `encode`.
+            values: of shape (n,), any floating-point type.
 
         Returns:
             A tensor of shape (flat_size(n),) and type `dtype`.
         """
-        return self.encode(values, out, rest=rest)
+        return self.encode(values)
 
     def decode_flat(self, payload: Tensor, count: int) -> Tensor:
         """Decode what `encode_flat` has made.
@@ -138,20 +136,23 @@ class QuantisedFormat(WireFormat):
             kernels_for(payload).dequantise(payload.contiguous(), rows)
         return rows
 
-    def flat_size(self, count: int) -> int:
-        width = min(count, BLOCK)
-        return -(-count // width) * self.row_size(width) if count else 0
+    def blocks(self, count: int) -> tuple[int, int]:
+        """Return number and width of the blocks of a flat tensor of `count` values, the last of which may be padded."""
+        number = max(1, -(-count // BLOCK))
+        return number, -(-count // number)
 
-    def encode_flat(self, values: Tensor, out: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
-        width = max(1, min(len(values), BLOCK))
-        missing = -len(values) % width
-        blocks = (F.pad(values, (0, missing)) if missing else values).view(-1, width)
-        out = None if out is None else out.view(-1, self.row_size(width))
-        return self.encode(blocks, out, rest=None if rest is None else rest.view(-1, width)).view(-1)
+    def flat_size(self, count: int) -> int:
+        number, width = self.blocks(count)
+        return number * self.row_size(width)
+
+    def encode_flat(self, values: Tensor) -> Tensor:
+        number, width = self.blocks(len(values))
+        missing = number * width - len(values)
+        return self.encode((F.pad(values, (0, missing)) if missing else values).view(number, width)).view(-1)
 
     def decode_flat(self, payload: Tensor, count: int) -> Tensor:
-        width = max(1, min(count, BLOCK))
-        return self.decode(payload.view(-1, self.row_size(width))).view(-1)[:count]
+        number, width = self.blocks(count)
+        return self.decode(payload.view(number, self.row_size(width))).view(-1)[:count]
 
 
 FORMATS: Registry[str, Callable[[torch.dtype], WireFormat]] = Registry("wire format")

@@ -281,7 +281,7 @@ def spoil(handler, launch) -> None:
     elif isinstance(bucket, SparseBucket):
         bucket._views(bucket._gather.payload, 0)[1][0] = torch.nan
     else:
-        bucket._flat[0] = torch.nan
+        bucket._parts[0][0] = torch.nan
     launch()
 
 

@@ -69,12 +69,27 @@ def run(reduction: dadplug.GradientReduction, model: nn.Module, steps: int, scal
 def test_what_rounding_takes_from_many_numbers_is_kept(scale: float) -> None:
     model = Scaled()
     reduction = dadplug.GradientReduction(model, mode="rankdad", weighting="samples")
-    assert reduction.plan.bytes == 2 * WIDTH
+    assert reduction.plan.bytes == 2 * (WIDTH + 4 * WIDTH // 512)  # with a scale for each block of 512
     lost, missing = run(reduction, model, 7, scale)
     assert 1e-4 < lost < 0.02
     assert missing < 1e-6
     assert reduction.traffic.bytes_sent < 1.1 * 2 * WIDTH
     assert reduction.first_difference() is None
+
+
+@support.at_sites(2)
+def test_a_small_gradient_is_sent_beside_large_ones() -> None:
+    model = nn.ParameterDict(
+        {name: torch.ones(size) for name, size in {"large": 2 * WIDTH, "small": 700, "one": 1}.items()}
+    )
+    reduction = dadplug.GradientReduction(model, mode="rankdad")
+    for _ in range(2):
+        model.zero_grad()
+        (1e6 * model["large"].sum() + (model["small"] * torch.arange(1, 701)).sum() + 1e-6 * model["one"]).backward()
+        reduction.synchronize()
+        assert off_by(model["small"].grad, torch.arange(1.0, 701.0)) < 0.01
+        assert model["one"].grad.item() == pytest.approx(1e-6)
+    assert reduction.plan.bytes < 2 * WIDTH + 701 + 300
 
 
 @pytest.mark.parametrize("options", [{"rank": 8}, {"wire": "fp32"}, {"mode": "dsgd"}])

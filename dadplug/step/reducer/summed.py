@@ -170,6 +170,13 @@ class DenseHandler(SummedHandler):
         self._sums: Sequence[Tensor] = ()
 
     @classmethod
+    def payload_bytes(
+        cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = False
+    ) -> int:
+        rate = transport.copies if gathered or wire.quantised else transport.ring
+        return int(rate * wire.flat_size(unit.lead.numel()) * wire.itemsize)
+
+    @classmethod
     def full_at(cls, transport: Transport, whole: float) -> float:
         """Return a small size where buckets are gathered: these cost few bytes, and leave during backward."""
         small = min(max(_SMALL_MB, whole / _BUCKETS), cls.bucket_mb)
