@@ -81,6 +81,8 @@ def test_a_slow_link_gets_fewer_components_and_a_fast_one_all_again() -> None:
     train(reduction, 8, 1e-4)
     assert reduction.max_rank == reduction.choice.rank == 2
     assert reduction.choice.rate == pytest.approx(8e4)
+    assert reduction.choice.reason.startswith("2 sites, 0.08 Mbit/s, ")
+    assert reduction.choice.error_feedback is None  # all, or the strongest components
     before = reduction.traffic.bytes_sent
     train(reduction, 2, 1e-4)
     assert reduction.traffic.bytes_sent < 0.4 * before

@@ -50,6 +50,8 @@ class Choice:
         rank: components of a layer that a site sends, at most.
         wire: number format of the components.
         merge: who adds them up: "all" or "owner".
+        error_feedback: what is kept of what is not sent, as in the option: all for True, nothing for False, and for
+            None all or the strongest components, by layer.
         sites: number of sites.
         rate: rate of the slowest link, in bits a second; None while it has not been measured, since no site waits long.
         seconds: duration of a step when the choice was made; None before the first choice.
@@ -59,18 +61,23 @@ class Choice:
     rank: int
     wire: str
     merge: str
+    error_feedback: bool | None
     sites: int
     rate: float | None = None
     seconds: float | None = None
     waiting: float = 0.0
 
+    @property
+    def reason(self) -> str:
+        """The measurements by which the choice was made, in words."""
+        if self.seconds is None:
+            return f"{self.sites} sites, not measured yet"
+        link = "" if self.rate is None else f"{_in_words(self.rate)}, "
+        return f"{self.sites} sites, {link}{1e3 * self.seconds:.3g} ms a step, of which {self.waiting:.0%} waiting"
+
     def __str__(self) -> str:
         merged = "" if self.merge == "all" else ", merged by owners"
-        found = f"rank {self.rank}, {self.wire}{merged}; {self.sites} sites"
-        if self.seconds is None:
-            return f"{found}, not measured yet"
-        link = "" if self.rate is None else f"{_in_words(self.rate)}, "
-        return f"{found}, {link}{1e3 * self.seconds:.3g} ms a step, of which {self.waiting:.0%} waiting"
+        return f"rank {self.rank}, {self.wire}{merged}; {self.reason}"
 
 
 class _Last(NamedTuple):
@@ -137,7 +144,7 @@ class RankChoice:
         self._is_given = False  # at some site
         self._next: int | None = None  # rank of a new plan, which follows this step
         wire = options.wire_of(GradientPath.LOWRANK)
-        self._choice = Choice(options.largest_rank, wire, "all", transport.world_size)
+        self._choice = Choice(options.largest_rank, wire, "all", options.error_feedback, transport.world_size)
 
     @classmethod
     def of(cls, method: Method, options: Options, transport: Transport, planner: _Plans) -> RankChoice | None:
