@@ -603,7 +603,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def loss_scale(self, scale: float) -> Any:
         """State the factor by which the losses of the backward passes inside are multiplied.
 
-        Error memory and rounding to int8 need it. The scale of `torch.amp.GradScaler` is found without it.
+        Error memory and rounding to int8 need it. The scale of `torch.amp.GradScaler` is found without it. A site
+        without a batch calls `idle` inside, where the scale changes between steps.
 
         Args:
             scale: the factor.

@@ -89,7 +89,7 @@ class LossScales:
     def of(self, name: str) -> float:
         """Return the scale of a unit's gradient; of one without a gradient in this step, the scale it would have."""
         known = self._known.get(name, self._last)
-        return known.value if name in self._arrived else known.now()
+        return known.value if name in self._arrived else (self._stated or known).now()
 
     def end_step(self) -> None:
         """Forget which gradients have arrived."""
