@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -77,8 +78,9 @@ class GroupTransport(Transport):
             with suppress(ValueError):  # the program has destroyed all groups since, and made new ones
                 dist.destroy_process_group(group)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:  # `sys` may be gone before this object
+        if not is_finalizing():
+            self.close()
 
     @property
     def group(self) -> dist.ProcessGroup:
