@@ -251,6 +251,7 @@ class SiteHandler:
         connect(kit=kit, timeout=self.options.timeout)
         self._network, self._optimizer, self._state = network, optimizer, dict(state or {})
         self._place: _EnginePlace | None = None
+        self._ended = 0  # iterations until the end of the last epoch
         self._metrics, self._accumulation = ExitStack(), ExitStack()
         self.reduction: GradientReduction | None = None
 
@@ -301,6 +302,7 @@ class SiteHandler:
         if transport is not None:
             self._metrics.enter_context(metrics_of_present_sites(transport, _PATCHES))
         self._compare(engine, transport)
+        self._ended = engine.state.iteration
 
     def _open_transport(self, network: nn.Module) -> Transport:
         """Open the transport of metrics, by which a site that joins takes part from its first step on."""
@@ -341,6 +343,9 @@ class SiteHandler:
             self._accumulation.enter_context(self.reduction.no_sync())
 
     def _end_epoch(self, engine: Engine) -> None:
+        # ignite only warns of it, and ends the epoch, while the other sites wait for gradients of this one
+        empty, self._ended = engine.state.iteration == self._ended, engine.state.iteration
+        refuse((empty, "the loader of the engine has given no batch in this epoch: check the data of this site"))
         if self.options.average_buffers and self.reduction is not None:
             self.reduction.average_buffers()
 

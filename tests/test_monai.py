@@ -225,6 +225,7 @@ def test_what_does_not_fit_is_refused_before_training():
     refuses(
         (lambda: engine.run([0]), r"SiteHandler\(network=model, optimizer=optimizer\)"),
         (lambda: SiteHandler("none"), "unknown mode 'none'"),
+        (trainer_of(build(), DataLoader([]), [SiteHandler("dsgd")]).run, "no batch in this epoch: check the data"),
     )
 
 
