@@ -251,7 +251,7 @@ class SiteHandler:
         connect(kit=kit, timeout=self.options.timeout)
         self._network, self._optimizer, self._state = network, optimizer, dict(state or {})
         self._place: _EnginePlace | None = None
-        self._ended = 0  # iterations until the end of the last epoch
+        self._begun = 0  # iterations until the begin of the epoch
         self._metrics, self._accumulation = ExitStack(), ExitStack()
         self.reduction: GradientReduction | None = None
 
@@ -262,6 +262,7 @@ class SiteHandler:
             engine: the engine that trains.
         """
         engine.add_event_handler(Events.STARTED, self._start)
+        engine.add_event_handler(Events.EPOCH_STARTED, self._begin_epoch)
         engine.add_event_handler(Events.ITERATION_STARTED, self._begin_iteration)
         engine.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
 
@@ -302,7 +303,6 @@ class SiteHandler:
         if transport is not None:
             self._metrics.enter_context(metrics_of_present_sites(transport, _PATCHES))
         self._compare(engine, transport)
-        self._ended = engine.state.iteration
 
     def _open_transport(self, network: nn.Module) -> Transport:
         """Open the transport of metrics, by which a site that joins takes part from its first step on."""
@@ -330,6 +330,9 @@ class SiteHandler:
                 "beyond which a loader begins again"
             )
 
+    def _begin_epoch(self, engine: Engine) -> None:
+        self._begun = engine.state.iteration
+
     def _begin_iteration(self, engine: Engine) -> None:
         """Hold gradients back in iterations after which a MONAI trainer does not step."""
         assert self.reduction is not None
@@ -344,7 +347,7 @@ class SiteHandler:
 
     def _end_epoch(self, engine: Engine) -> None:
         # ignite only warns of it, and ends the epoch, while the other sites wait for gradients of this one
-        empty, self._ended = engine.state.iteration == self._ended, engine.state.iteration
+        empty = engine.state.iteration == self._begun
         refuse((empty, "the loader of the engine has given no batch in this epoch: check the data of this site"))
         if self.options.average_buffers and self.reduction is not None:
             self.reduction.average_buffers()

@@ -217,6 +217,13 @@ def test_engines_of_ignite_alone() -> None:
     assert idist.get_world_size() == 2
 
 
+def test_an_engine_that_has_ended_can_run_again() -> None:
+    trainer = trainer_of(build(), DataLoader(volumes(0)), [SiteHandler("dsgd")], max_epochs=1)
+    for _ in range(2):  # the second run counts its iterations from zero
+        trainer.run()
+    assert trainer.state.iteration == COUNT
+
+
 def test_what_does_not_fit_is_refused_before_training():
     with pytest.raises(ValueError, match="unknown option 'rnk'"):
         SiteHandler(rnk=3)
