@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dadplug
 
-SITES, STEPS, QUIET = 3, 9, 45
+SITES, STEPS, WIDTH = 3, 7, 32
 METHODS: list[dict[str, Any]] = [
     {"mode": "topk", "density": 0.2},
     {"mode": "topk", "density": 0.2, "wire": "bf16"},
@@ -35,16 +35,17 @@ SHARES: dict[str, tuple[str, list[list[int]]]] = {  # weighting; rows by step an
     "frozen": ("uniform", [[4, 4, 4]]),  # a layer for some steps
 }
 FROZEN = range(4, 6)
+QUIET = dict.fromkeys(SHARES, 24) | {"small batches": 45}  # steps at the end, until what is kept has been sent
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 30)).double()
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
 
 
 def rows(step: int, site: int, part: int, count: int) -> Tensor:
     seed = 100 * step + 10 * site + part
-    return torch.randn(count, 40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def sum_of(options: dict[str, Any], shares: str, accumulates: bool) -> float:
@@ -53,7 +54,7 @@ def sum_of(options: dict[str, Any], shares: str, accumulates: bool) -> float:
     rank, model, alone = dist.get_rank(), network(), network()
     reduction = dadplug.GradientReduction(model, weighting=weighting, **options)
     applied, true = ([torch.zeros_like(each) for each in model.parameters()] for _ in range(2))
-    for step in range(STEPS + QUIET):
+    for step in range(STEPS + QUIET[shares]):
         counts, scale = table[step % len(table)], float(step < STEPS)
         frozen = shares == "frozen" and step in FROZEN
         model[2].requires_grad_(not frozen)
