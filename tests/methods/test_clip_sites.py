@@ -93,18 +93,18 @@ def sums_of(options: dict) -> tuple[float, float]:
 
     After steps with gradients there are some without, in which the sites send what they have kept.
     """
-    model, apart = network(widths=(40, 50, 60, 30)), network(widths=(40, 50, 60, 30))
+    model, apart = (network(widths=(32, 32, 32, 32)) for _ in range(2))
     reduction = dadplug.GradientReduction(model, clip_sites=MULTIPLE, **options)
     norms: list[list[float]] = []
     reduction._planner._outsized.follow = lambda found, step: norms.append(found)
     sites, totals = range(dist.get_world_size()), [[0.0] * len([*model.parameters()]) for _ in range(3)]
-    for step in range(54):
-        parts = [run_backward(apart, rank, step)[1] for rank in sites] if step < 9 else []
+    for step in range(32):
+        parts = [run_backward(apart, rank, step)[1] for rank in sites] if step < 7 else []
         model.zero_grad()
-        if step < 9:
+        if step < 7:
             run_backward(model, dist.get_rank(), step)
         else:
-            (0.0 * model(torch.ones(2, 40).double()).sum()).backward()
+            (0.0 * model(torch.ones(2, 32).double()).sum()).backward()
         reduction.synchronize()
         limit = MULTIPLE * median_low([norm for norm in norms[-1] if norm] or [math.inf])
         for place, (name, p) in enumerate(model.named_parameters()):
