@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from json_lines import last_number
+from json_lines import LineLog, packed
 from support import until
 from torch import nn
 
@@ -352,7 +352,8 @@ def harm_owners(case: Case, current: Callable[[], int]) -> None:
 
 def await_other(case: Case, step: int) -> None:
     """Wait until another site is two steps ahead, or has ended."""
-    while last_number(Path(case.other) / "log.jsonl", "step") < min(step + 1, last_step(case, step) - 1):
+    log = LineLog(Path(case.other) / "log.jsonl")
+    while log.last_number("step") < min(step + 1, last_step(case, step) - 1):
         time.sleep(0.005)
 
 
@@ -466,16 +467,15 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
     digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
     line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
     line["extent"] = reduction._planner._reducer.extent
-    if case.shows:
-        line["parameters"] = values.tolist()
+    if case.shows or case.privacy or case.clip_sites:
+        line["parameters"] = packed(values)
     if case.by_byte:
         line["rank"] = reduction.max_rank
     if case.exact:
         line["bytes"] = sum(row.bytes for row in reduction.plan), reduction.traffic.bytes_sent
         line["measured"] = reduction._planner._link is not None
     if case.privacy or case.exact:
-        gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
-        line |= {"gradient": gradient, "parameters": values.tolist()}
+        line["gradient"] = packed(torch.cat([each.grad.reshape(-1) for each in model.parameters()]))
     if case.privacy:
         line["spent"] = reduction.state_dict()["privacy"]["entries"]
     return line

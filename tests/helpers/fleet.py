@@ -18,7 +18,7 @@ import pytest
 import support
 import torch
 from elastic_site import batch, make_model
-from json_lines import last_number, read_lines
+from json_lines import LineLog, unpacked
 from running_hub import HubLog, running_hub, until
 from support import free_port
 from torch import nn
@@ -115,6 +115,7 @@ class Fleet:
         self._opening = running_hub(folder / "kits", tuple(hub)) if isinstance(hub, str) else hub
         self._opened = ExitStack()
         self.processes: dict[str, forkserver.Program] = {}
+        self._logs: dict[str, LineLog] = {}
 
     def __enter__(self) -> Fleet:
         self.hub = self._opened.enter_context(self._opening)
@@ -174,10 +175,10 @@ class Fleet:
 
     def written(self, name: str, key: str = "") -> list[dict]:
         """Return what a site, or one of its processes, has written: all, or the lines with a key."""
-        return [line for line in read_lines(self._log(name)) if not key or key in line]
+        return [line for line in self._log(name).read() if not key or key in line]
 
-    def _log(self, name: str) -> Path:
-        return self.folder / name[0] / f"log{name[1:]}.jsonl"
+    def _log(self, name: str) -> LineLog:
+        return self._logs.setdefault(name, LineLog(self.folder / name[0] / f"log{name[1:]}.jsonl"))
 
     def lines(self, name: str) -> dict[int, dict]:
         """Return a site's lines of steps, by their number."""
@@ -192,7 +193,7 @@ class Fleet:
 
         def made() -> bool:
             assert self.processes[name].poll() is None, self.state()
-            return last_number(self._log(name), key or self._key) >= step
+            return self._log(name).last_number(key or self._key) >= step
 
         until(made, self.state, ENDED)
 
@@ -268,7 +269,7 @@ def is_exact(lines: dict[int, dict]) -> None:
         for inputs, targets in batches:
             (criterion(model(inputs.double()), targets) / count).backward()
         expected = torch.cat([each.grad.reshape(-1) for each in model.parameters()])
-        found = torch.tensor(lines[step]["gradient"], dtype=torch.float64)
+        found = unpacked(lines[step]["gradient"])
         assert (found - expected).norm() < 1e-8 * expected.norm(), step
         optimizer.step()
 

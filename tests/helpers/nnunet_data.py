@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import nnunet_train
 import numpy as np
-from json_lines import read_lines
+from json_lines import LineLog
 
 DATASET = "Dataset101_Balls"
 COMMANDS = Path(sys.executable).parent
@@ -166,7 +166,7 @@ class Site:
 
     def steps(self) -> dict[int, dict[str, Any]]:
         """Return the lines of the steps, by number; of a repeated step the last one."""
-        return {line["step"]: line for line in read_lines(self.results / "steps.jsonl")}
+        return {line["step"]: line for line in LineLog(self.results / "steps.jsonl").read()}
 
     def await_step(self, step: int) -> None:
         """Wait until the site has made a step."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from elastic_site import LIE, batch, make_model
 from fleet import ENDED, Fleet
+from json_lines import unpacked
 from sealed_sites import sealed_hub
 from torch import nn
 
@@ -35,9 +36,9 @@ def is_exact(lines: dict[int, dict], loud: int) -> None:
         limit, rows = MULTIPLE * median_low(norms), sum(count for count, _ in found)
         pairs = zip(found, norms, strict=True)
         expected = sum(count / rows * min(1.0, limit / norm) * own for (count, own), norm in pairs)
-        gradient = torch.tensor(lines[step]["gradient"], dtype=torch.float64)
+        gradient = unpacked(lines[step]["gradient"])
         assert (gradient - expected).norm() < 1e-8 * expected.norm(), step
-        values = torch.tensor(lines[step]["parameters"], dtype=torch.float64)
+        values = unpacked(lines[step]["parameters"])
         nn.utils.vector_to_parameters(values, model.parameters())
 
 
@@ -74,10 +75,10 @@ def test_a_false_statement_does_not_get_past_those_that_see_what_is_sent(tmp_pat
     with Fleet(tmp_path, "abc", merge=merge, steps=LIE + 1, **SETTINGS) as fleet:
         lines, _ = fleet.train("ab", c={"loud": LOUD, "lies": {NORM: tiny}})
     model = make_model(exact=True)
-    nn.utils.vector_to_parameters(torch.tensor(lines[LIE - 1]["parameters"], dtype=torch.float64), model.parameters())
+    nn.utils.vector_to_parameters(unpacked(lines[LIE - 1]["parameters"]), model.parameters())
     found = parts(model, [0, 1, 2], LIE, loud=2)
     limit = MULTIPLE * max(float(own.norm()) for _, own in found[:2])
-    gradient = torch.tensor(lines[LIE]["gradient"], dtype=torch.float64)
+    gradient = unpacked(lines[LIE]["gradient"])
     nn.utils.vector_to_parameters(gradient, model.parameters())
     sent = [each.detach().norm() for each in model.parameters() if each.dim() == 2]
     assert 0 < math.hypot(*map(float, sent)) < 2 * limit < 0.01 * float(found[2][1].norm())
@@ -87,7 +88,7 @@ def test_a_false_statement_does_not_get_past_those_that_see_what_is_sent(tmp_pat
 def test_a_gradient_whose_norm_is_out_of_range_has_no_weight(tmp_path, merge):
     with Fleet(tmp_path, "abc", merge=merge, steps=LIE + 1, **SETTINGS) as fleet:
         lines, _ = fleet.train("ab", c={"loud": 1e160})
-    assert 0 < max(map(abs, lines[LIE]["gradient"])) < 1e3
+    assert 0 < float(unpacked(lines[LIE]["gradient"]).abs().max()) < 1e3
 
 
 def test_sums_that_are_exchanged_again_are_those_of_the_step(tmp_path):

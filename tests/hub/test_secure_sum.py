@@ -4,6 +4,7 @@ import pytest
 import torch
 from elastic_site import LIE, batch, make_model
 from fleet import ENDED, Fleet, MortalHub
+from json_lines import unpacked
 from running_hub import until
 from sealed_sites import sealed_hub
 from torch import nn
@@ -14,10 +15,10 @@ PRIVACY = "secure_sum=True,noise_multiplier=0,max_grad_norm=0.5,expected_batch=8
 UNIT = 0.5 / 4096
 
 
-def clipped(parameters: list[float], slots: list[int], step: int) -> torch.Tensor:
+def clipped(parameters: str, slots: list[int], step: int) -> torch.Tensor:
     """Return the mean of the sites' clipped gradients of a step, by one process."""
     model = make_model()
-    nn.utils.vector_to_parameters(torch.tensor(parameters), model.parameters())
+    nn.utils.vector_to_parameters(unpacked(parameters).float(), model.parameters())
     privacy = dadplug.DifferentialPrivacy(0.0, 0.5, expected_batch=8 * len(slots))
     reduction = dadplug.GradientReduction(model, "dsgd", privacy=privacy)
     for slot in slots:
@@ -32,7 +33,7 @@ def check_sums(lines: dict[int, dict]) -> None:
     for step, line in lines.items():
         if step - 1 in lines:
             wanted = clipped(lines[step - 1]["parameters"], line["present"], step)
-            off = (torch.tensor(line["gradient"]) - wanted).abs().max()
+            off = (unpacked(line["gradient"]) - wanted).abs().max()
             assert float(off) < 1.1 * UNIT / 2 / 8  # that of one site, which all of them may have
             assert float(wanted.abs().max()) > 100 * UNIT / 16
 

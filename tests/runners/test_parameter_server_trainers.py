@@ -18,7 +18,7 @@ from catalyst.core.callback import Callback
 from catalyst_training import data, net, run
 from dadplug.runners import ParameterServerRunner, ParameterServerStrategy
 from fleet import Fleet
-from json_lines import read_lines
+from json_lines import LineLog
 from returning_steps import BATCH, EPOCHS, LOST, SAMPLES
 from support import refuses
 from torch.utils.data import DataLoader
@@ -408,5 +408,5 @@ def test_a_site_returns_into_the_midst_of_an_epoch(tmp_path, trainer, deal, hub,
         fleet.start("abc"[lost], back=True)
         fleet.end("abc")
     assert not [*tmp_path.glob("*/address")]
-    back = {"back": read_lines(tmp_path / "abc"[lost] / "back.jsonl")}
+    back = {"back": LineLog(tmp_path / "abc"[lost] / "back.jsonl").read()}
     check({str(rank): fleet.written(name) for rank, name in enumerate("abc")} | back, deal, lost)
