@@ -58,7 +58,7 @@ def test_it_is_the_mean_of_clipped_gradients_and_named_once(tmp_path, merge, min
 
 @pytest.mark.parametrize("merge", ["all", "owner"])
 def test_sealed_and_where_a_site_leaves_in_the_same_step(tmp_path, merge):
-    with Fleet(tmp_path, sealed_hub(tmp_path), merge=merge, pause=0.03, **SETTINGS) as fleet:
+    with Fleet(tmp_path, sealed_hub(tmp_path), merge=merge, pause=0.1, **SETTINGS) as fleet:
         fleet.start("a")
         fleet.start("c", loud=LOUD)
         fleet.lose("b", leave=LIE + 1, how="late")

@@ -46,11 +46,11 @@ def leaves_and_returns(
     folder: Path, names: str, sealed: bool, **settings: object
 ) -> tuple[dict, list[dict[int, dict]]]:
     """Train with a site that is killed and comes back; return the lines of the first site, and those of all."""
-    with Fleet(folder, sealed_hub(folder, tuple(names), sealed), pause=0.03, **settings) as fleet:
+    with Fleet(folder, sealed_hub(folder, tuple(names), sealed), pause=0.08, **settings) as fleet:
         fleet.start(names[:-1])
         fleet.lose(names[-1], leave=LEAVES)
         fleet.hub.await_line(f"{names[-1]} joins", ENDED)
-        fleet.stop(40)
+        fleet.stop(15)
         fleet.end(names)
         return fleet.lines("a"), [fleet.lines(name) for name in names]
 
@@ -103,7 +103,7 @@ def test_sites_that_join_or_are_late_go_on_with_the_rank_that_the_others_have_ch
 
 def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
     """A site is killed, and its new process gets model, optimizer and step; then it is stopped, and joins again."""
-    with Fleet(tmp_path, "ab", mode="rankdad", site_timeout=5.0, pause=0.03, wraps=True) as fleet:
+    with Fleet(tmp_path, "ab", mode="rankdad", site_timeout=5.0, pause=0.1, wraps=True) as fleet:
         fleet.start("a")
         fleet.lose("b", leave=LEAVES, how="late")
         fleet.hub.await_line("b joins", ENDED)
@@ -113,13 +113,13 @@ def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
         fleet.await_more("a", 3)
         fleet.thaw("b")
         fleet.await_joins("b", 2)
-        lines, present = fleet.finish("ab")
+        lines, present = fleet.finish("ab", 8)
     assert list(present.values()).count([0]) >= 4
     same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="rankdad"))
 
 
 def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
-    with Fleet(tmp_path, "abc", meets=True, pause=0.03) as fleet:
+    with Fleet(tmp_path, "abc", meets=True, pause=0.1) as fleet:
         fleet.start("a")
         fleet.start("b", leave=3)
         fleet.start("c", leave=5)
@@ -128,7 +128,7 @@ def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
             fleet.hub.await_line(f"{name} has left", ENDED)
         fleet.start("b")  # c has been away for longer
         fleet.hub.await_line("b joins", ENDED)
-        fleet.stop()
+        fleet.stop(8)
         fleet.end("ab")
         assert fleet.lines("a")[max(fleet.lines("a"))]["present"] == [0, 1]
 
@@ -197,7 +197,7 @@ def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
 
 def test_another_site_gives_its_state_if_one_is_held_up(tmp_path):
     """The donor is alive, and its program does not get on; its state comes when the round has been closed long ago."""
-    with Fleet(tmp_path, "abc", pause=0.03, site_timeout=4.0) as fleet:
+    with Fleet(tmp_path, "abc", pause=0.1, site_timeout=4.0) as fleet:
         fleet.start("a", how="hesitates")
         fleet.start("b")
         fleet.lose("c", leave=LEAVES)

@@ -11,11 +11,11 @@ LEAVES = 3
 def leaves_and_returns(folder, hub, lost: str, **fields) -> dict[int, list[int]]:
     """Train with a site that is killed and returns; check gradients and parameters; return the present ones by step."""
     others = "abc".replace(lost, "")
-    with Fleet(folder, hub, mode="rankdad", merge="owner", exact=True, pause=0.03) as fleet:
+    with Fleet(folder, hub, mode="rankdad", merge="owner", exact=True, pause=0.1) as fleet:
         fleet.start(others)
         fleet.lose(lost, leave=LEAVES, **fields)
         fleet.hub.await_line(f"{lost} joins", ENDED)
-        lines, present = fleet.finish(others + lost)
+        lines, present = fleet.finish(others + lost, 8)
     is_exact(lines)
     planned, sent = lines[1]["bytes"]
     assert planned < sent < 1.2 * planned  # what the hub passes on to several sites is sent once
@@ -33,7 +33,7 @@ def test_an_owner_that_is_killed_is_replaced_in_the_same_step(tmp_path, how, los
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_an_owner_that_is_stopped_is_replaced_and_joins_again(tmp_path, stopped, sealed):
     others, hub = "abc".replace(stopped, ""), sealed_hub(tmp_path) if sealed else "abc"
-    settings = {"mode": "rankdad", "merge": "owner", "exact": True, "site_timeout": 2.0, "pause": 0.03}
+    settings = {"mode": "rankdad", "merge": "owner", "exact": True, "site_timeout": 2.0, "pause": 0.1}
     with Fleet(tmp_path, hub, **settings) as fleet:
         fleet.start("abc")
         fleet.await_step(others[0], 2)
@@ -42,7 +42,7 @@ def test_an_owner_that_is_stopped_is_replaced_and_joins_again(tmp_path, stopped,
         fleet.await_more(others[0], 3)
         fleet.thaw(stopped)
         fleet.hub.await_line(f"{stopped} joins", ENDED)
-        lines, present = fleet.finish(others + stopped)
+        lines, present = fleet.finish(others + stopped, 8)
     assert ["abc".index(each) for each in others] in present.values()
     is_exact(lines)
 
@@ -69,7 +69,7 @@ LATE = 8  # first step of which the median is known, with some more
 
 def test_a_site_that_is_late_with_results_misses_the_step(tmp_path):
     """The results of owners travel in a second round, which the hub closes without a late site, too."""
-    with Fleet(tmp_path, "abc", mode="rankdad", merge="owner", late="skip", pause=0.03, exact=True) as fleet:
+    with Fleet(tmp_path, "abc", mode="rankdad", merge="owner", late="skip", pause=0.08, exact=True) as fleet:
         fleet.start("ab")
         fleet.start("c", other=str(tmp_path / "a"), late_steps=[LATE], late_in="further")
         until(
@@ -77,7 +77,7 @@ def test_a_site_that_is_late_with_results_misses_the_step(tmp_path):
             fleet.state,
             ENDED,
         )
-        fleet.stop()
+        fleet.stop(8)
         fleet.end("abc")
         log = "\n".join(fleet.hub.log)
     first, second, late = (fleet.lines(name) for name in "abc")
@@ -96,13 +96,13 @@ LINK = [1e-4, 1e-9, 1e-9, 1e-10]  # costs by which owners pay from three sites o
 @pytest.mark.parametrize("link", [[], LINK], ids=["measured", "stated"])
 def test_a_run_that_grows_stays_exact_and_is_planned_anew_where_so_many_sites_have_owners(tmp_path, link):
     """Two sites send factors to each other. By a measured link a site that joins takes the merge of the others."""
-    with Fleet(tmp_path, "ab", mode="rankdad", merge="auto", exact=True, pause=0.03, link=link) as fleet:
+    with Fleet(tmp_path, "ab", mode="rankdad", merge="auto", exact=True, pause=0.1, link=link) as fleet:
         fleet.start("ab")
         fleet.await_step("a", 2)
         add_site(fleet.hub, "abc")
         fleet.start("c")
         fleet.await_more("c", 3, "a")
-        lines, present = fleet.finish("abc")
+        lines, present = fleet.finish("abc", 8)
     assert present[0] == [0, 1]
     is_exact(lines)
     if link:

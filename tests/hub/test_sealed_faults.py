@@ -44,20 +44,20 @@ def test_a_late_site_misses_steps_and_another_one_returns_meanwhile(tmp_path, mo
 def test_a_hub_is_killed_while_a_site_joins(tmp_path, count, sealed):
     """After so many frames: of the welcomes, the state, the end of the round, and those of the next one."""
     hub = MortalHub(tmp_path / "run", "abc", ("joining", count), sealed)
-    with Fleet(tmp_path / "run", hub, mode="dad", site_timeout=5.0, pause=0.02) as fleet:
+    with Fleet(tmp_path / "run", hub, mode="dad", site_timeout=5.0, pause=0.08) as fleet:
         fleet.start("ab")
         fleet.lose("c", leave=3)
         assert hub.process.wait(ENDED) == -9, fleet.state()
         hub.start()
         fleet.await_more("c", 3, "a")
-        lines, present = fleet.finish("abc", 30)
+        lines, present = fleet.finish("abc", 10)
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad"))
 
 
 def test_a_hub_is_killed_while_a_site_has_a_state_and_lacks_a_key(tmp_path):
     """The state from before does not count, and the next one arrives before all keys do."""
     hub = MortalHub(tmp_path / "run", "abc", sealed=True)
-    with Fleet(tmp_path / "run", hub, mode="dad", site_timeout=5.0, pause=0.02) as fleet:
+    with Fleet(tmp_path / "run", hub, mode="dad", site_timeout=5.0, pause=0.08) as fleet:
         fleet.start("a")
         fleet.start("b", how="welcomes late")
         fleet.lose("c", leave=3)
@@ -65,7 +65,7 @@ def test_a_hub_is_killed_while_a_site_has_a_state_and_lacks_a_key(tmp_path):
         time.sleep(0.5)
         hub.restart()
         fleet.await_more("c", 3, "a")
-        lines, present = fleet.finish("abc", 30)
+        lines, present = fleet.finish("abc", 10)
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad"))
 
 
@@ -73,7 +73,7 @@ def test_a_hub_is_killed_while_a_site_has_a_state_and_lacks_a_key(tmp_path):
 def test_a_hub_is_killed_while_a_site_restores_its_state(tmp_path, sealed):
     """The others go on before the site is admitted again, so that its state has become outdated."""
     hub = MortalHub(tmp_path / "run", "abc", sealed=sealed)
-    with Fleet(tmp_path / "run", hub, mode="dad", site_timeout=5.0, pause=0.02) as fleet:
+    with Fleet(tmp_path / "run", hub, mode="dad", site_timeout=5.0, pause=0.08) as fleet:
         fleet.start("ab")
         fleet.start("c", leave=3)
         fleet.end("c", -9)
@@ -86,7 +86,7 @@ def test_a_hub_is_killed_while_a_site_restores_its_state(tmp_path, sealed):
         fleet.await_joins("c", 2)
         (tmp_path / "run" / "c" / "goes on").touch()
         fleet.await_more("c", 3, "a")
-        lines, present = fleet.finish("abc", 30)
+        lines, present = fleet.finish("abc", 10)
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad"))
 
 
@@ -138,7 +138,7 @@ def test_all_sites_restart_from_checkpoints(tmp_path, min_sites):
 @pytest.mark.parametrize("how", ["donates", "sends", "stops"])
 def test_another_site_gives_its_state_if_one_is_lost(tmp_path, how):
     """It is lost when it is asked, or with half of its state sent."""
-    with Fleet(tmp_path, sealed_hub(tmp_path), mode="dad", pause=0.03, site_timeout=3.0) as fleet:
+    with Fleet(tmp_path, sealed_hub(tmp_path), mode="dad", pause=0.1, site_timeout=3.0) as fleet:
         fleet.start("a", how=how)  # of members that have been asked equally often, the first one is asked
         fleet.start("b")
         fleet.lose("c", leave=3)
@@ -151,7 +151,7 @@ def test_another_site_gives_its_state_if_one_is_lost(tmp_path, how):
             fleet.start("a")
         fleet.await_joins("a", 1)
         fleet.await_more("a", 2, "b")
-        lines, present = fleet.finish("bac")
+        lines, present = fleet.finish("bac", 8)
     assert [1, 2] in present.values()
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad"))
 

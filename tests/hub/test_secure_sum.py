@@ -44,7 +44,7 @@ def test_a_site_that_is_lost_and_returns(tmp_path, sealed):
         tmp_path,
         sealed_hub(tmp_path, tuple("abcd"), sealed),
         min_sites=3,
-        pause=0.02,
+        pause=0.06,
         privacy=PRIVACY,
     ) as fleet:
         fleet.start("abc")
@@ -52,7 +52,7 @@ def test_a_site_that_is_lost_and_returns(tmp_path, sealed):
         fleet.end("d", -9)
         fleet.start("d")
         fleet.hub.await_line("d joins", ENDED)
-        lines, present = fleet.finish("abcd")
+        lines, present = fleet.finish("abcd", 8)
     assert present[2] == [0, 1, 2, 3]
     assert present[3] == [0, 1, 2]
     check_sums(lines)
@@ -65,13 +65,13 @@ def test_a_site_that_is_lost_and_returns(tmp_path, sealed):
 
 def test_a_site_whose_state_takes_long_follows_the_sums_of_the_others(tmp_path):
     hub = MortalHub(tmp_path / "hub", "abcd", sealed=True, rate=dict.fromkeys("abc", 20))
-    with Fleet(tmp_path, hub, min_sites=3, pause=0.02, privacy=PRIVACY, ballast=4 << 20) as fleet:
+    with Fleet(tmp_path, hub, min_sites=3, pause=0.05, privacy=PRIVACY, ballast=4 << 20) as fleet:
         fleet.start("abc")
         fleet.lose("d", leave=3)
         until(
             lambda: any(3 in line["present"] for step, line in fleet.lines("a").items() if step > 3), fleet.state, ENDED
         )
-        lines, present = fleet.finish("abcd")
+        lines, present = fleet.finish("abcd", 8)
     replayed = [step for step in fleet.lines("d") if step > 3 and 3 not in present[step]]
     assert len(replayed) >= 5
     check_sums(lines)

@@ -486,7 +486,7 @@ def finds_nan() -> str:
 )
 def test_a_site_with_several_processes_is_killed_in_mid_step_and_returns(tmp_path, how, lost, sealed):
     others = "abc".replace(lost, "")
-    with leaving(tmp_path, sealed, pause=0.03) as fleet:
+    with leaving(tmp_path, sealed, pause=0.1) as fleet:
         fleet.start(others)
         fleet.start(lost, leave=3, how=how, leaver=-1 if how == "sent" else 0)
         fleet.end(lost, -9)
@@ -494,7 +494,7 @@ def test_a_site_with_several_processes_is_killed_in_mid_step_and_returns(tmp_pat
         assert how == "sent" or f"SiteError: process 0 of site {ord(lost) - ord('a')} ({lost}) is gone" in errors
         fleet.start(lost)
         fleet.hub.await_line(f"{lost} joins", ENDED)
-        fleet.stop(20, others[0])
+        fleet.stop(8, others[0])
         fleet.end(ALL)
     present = presence(is_one_process(fleet, sorted(ALL, key=lambda name: name.startswith(lost))))
     assert present[3] == [ord(name) - ord("a") for name in others]
@@ -519,7 +519,7 @@ def test_a_site_ends_with_one_of_its_processes_and_the_others_go_on(tmp_path):
 
 
 def test_processes_of_a_site_that_was_stopped_join_again(tmp_path):
-    with leaving(tmp_path, pause=0.03, site_timeout=1.0) as fleet:
+    with leaving(tmp_path, pause=0.1, site_timeout=1.0) as fleet:
         fleet.start("abc")
         fleet.await_step("b", 2)
         for name in ("b", "b1"):
@@ -528,7 +528,7 @@ def test_processes_of_a_site_that_was_stopped_join_again(tmp_path):
         for name in ("b", "b1"):
             fleet.thaw(name)
         fleet.hub.await_line("b joins", ENDED)
-        fleet.stop(20)
+        fleet.stop(8)
         fleet.end(ALL)
     present = presence(is_one_process(fleet, ["a", "a1", "c", "c1", "b", "b1"]))
     assert {len(each) for each in present.values()} == {2, 3}
@@ -536,7 +536,7 @@ def test_processes_of_a_site_that_was_stopped_join_again(tmp_path):
 
 def test_a_site_returns_with_more_processes_and_the_hub_is_lost(tmp_path):
     processes = ["a", "a1", "b", "b1", "b2"]
-    settings = {"mode": "rankdad", "merge": "owner", "exact": True, "pause": 0.01, "min_sites": 1}
+    settings = {"mode": "rankdad", "merge": "owner", "exact": True, "pause": 0.05, "min_sites": 1}
     with Fleet(tmp_path, MortalHub(tmp_path / "hub", "ab"), **settings) as fleet:
         fleet.start("a", processes=2)
         fleet.start("b", leave=3)
