@@ -38,12 +38,13 @@ from typing import Any
 
 PRELOADED = (
     *("numpy", "numba", "torch", "torch._dynamo", "torch.distributed"),
-    *(("torchmetrics",) if importlib.util.find_spec("torchmetrics") else ()),  # most of the import of Lightning
+    *(name for name in ("torchmetrics", "tomllib") if importlib.util.find_spec(name)),  # most of Lightning; kits
 )
 PACKAGE = (
     "pytest",  # which helpers of tests import
     "dadplug.reduction",
     "dadplug.lowrank.kernels",
+    "dadplug.hub.connect",
     "dadplug.hub.site.runtime",
     "dadplug.hub.server.hub",
     "dadplug.adapm.kernels",

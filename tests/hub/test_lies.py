@@ -1,5 +1,6 @@
 """A hub that tells the sites different things, and members that send what no site sends."""
 
+import functools
 import itertools
 import pickle
 import re
@@ -229,13 +230,28 @@ LIES = {
 }
 
 
-def check_left_out(tmp_path, told, mode, sealed=True, steps=10, **attack):
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def idle_c(tmp_path_factory):
+    """Function that returns the lines of a training in which c is idle from a step on; each is trained once."""
+
+    @functools.cache
+    def lines(mode: str, first: int) -> dict[int, dict]:
+        present = {step: [0, 1, 2] if step < first else [0, 1] for step in range(STEPS)}
+        return idles(tmp_path_factory.mktemp("idle"), "abc", present, mode=mode)
+
+    return lines
+
+
+def check_left_out(tmp_path, idle_c, told, mode, sealed=True, **attack):
     """Check that two sites go on without a third one, from the step on in which it sends what is invalid."""
-    with Fleet(tmp_path, sealed_hub(tmp_path, sealed=sealed), mode=mode, steps=steps) as fleet:
+    with Fleet(tmp_path, sealed_hub(tmp_path, sealed=sealed), mode=mode, steps=STEPS) as fleet:
         fleet.start("c", **attack)
         lines, present = fleet.train("ab")
-    assert present == {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(steps)}
-    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
+    assert present == {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(STEPS)}
+    same_bits(lines, idle_c(mode, FIRST))
     assert told in fleet.printed("a"), fleet.state()
     assert f"; messages are {'' if sealed else 'not '}sealed" in fleet.printed("a")
     refusals = f"a refuses c, which takes part already: {told}", f"b refuses c, which takes part already: {told}"
@@ -244,9 +260,9 @@ def check_left_out(tmp_path, told, mode, sealed=True, steps=10, **attack):
 
 
 @pytest.mark.parametrize(("lies", "mode"), [*((each, "dad") for each in LIES), ("samples 10**9", "dsgd")])
-def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, lies, mode):
+def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, idle_c, lies, mode):
     told = "site 2 (c) announces " if lies == "rows 2**40" else "site 2 (c) has sent an invalid step header: "
-    check_left_out(tmp_path, told, mode, lies=LIES[lies])
+    check_left_out(tmp_path, idle_c, told, mode, lies=LIES[lies])
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -257,17 +273,17 @@ def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, lies, m
         *itertools.product(["samples", "rows"], ["dad"]),
     ],
 )
-def test_others_go_on_without_a_member_whose_payload_is_invalid(tmp_path, harm, mode, sealed):
+def test_others_go_on_without_a_member_whose_payload_is_invalid(tmp_path, idle_c, harm, mode, sealed):
     lacks = "site 2 (c) has ended the round without its payload"
     told = lacks if harm in ("short", "long", "missing", "apart") else "site 2 (c) has sent an invalid payload"
-    check_left_out(tmp_path, told, mode, sealed, harm=harm)
+    check_left_out(tmp_path, idle_c, told, mode, sealed, harm=harm)
 
 
 @pytest.mark.parametrize("harm", ["twice", "besides"])
-def test_what_a_member_sends_besides_is_ignored(tmp_path, harm):
-    with Fleet(tmp_path, sealed_hub(tmp_path), mode="dad", steps=10) as fleet:
+def test_what_a_member_sends_besides_is_ignored(tmp_path, idle_c, harm):
+    with Fleet(tmp_path, sealed_hub(tmp_path), mode="dad", steps=STEPS) as fleet:
         lines, _ = fleet.train("ab", c={"harm": harm})
-    same_bits(lines, idles(tmp_path / "idle", "abc", {step: [0, 1, 2] for step in range(10)}, mode="dad"))
+    same_bits(lines, idle_c("dad", STEPS))
 
 
 @pytest.mark.parametrize("lies", ["samples -3", "fault 99"])
