@@ -40,14 +40,15 @@ def outcome(name: str, modes: tuple[str, ...]) -> dict[str, list[str]]:
     return found
 
 
-OFTEN = ("dad", "edad", "rankdad-feedback")  # modes of each loop in `make test`; it has one of the others, in turn
+OFTEN = ("edad", "rankdad-feedback")  # modes of each loop in `make test`; it has one of the others, in turn
 WHOLE = ("plain", "accumulation_under_no_sync", "layers_added", "several_losses_several_optimizers", "batch_of_no_rows")
 
 
 def cases() -> Iterator[object]:
     for place, (name, each) in enumerate(LOOPS.items()):
-        others = [mode for mode in each.modes if mode not in OFTEN]
-        chosen = each.modes if name in WHOLE else [*OFTEN, others[place % len(others)]]
+        often = OFTEN if each.chains else ("dad", *OFTEN)  # layers outside of chains take dad's way in mode edad
+        others = [mode for mode in each.modes if mode not in often]
+        chosen = each.modes if name in WHOLE else [*often, others[place % len(others)]]
         for mode in each.modes:
             yield pytest.param(name, mode, marks=[] if mode in chosen else pytest.mark.extensive)
 
