@@ -414,7 +414,7 @@ def test_a_comparison_on_this_machine_by_the_command(tmp_path):
     )
     program = ["-m", "dadplug", "compare", "task.py:build"]
     options = [
-        "--seconds=2",
+        "--seconds=1",
         "--processes=2",
         "--ways=alone,ddp,hogwild",
         "--picture=comparison.png",
@@ -473,7 +473,7 @@ def compares_between_sites():
     try:
         alone = "alone" if torch.get_num_threads() == 1 else "threads"
         ways = [alone, "diloco", "dad", "server", "ascent"]
-        found = dadplug.compare(build, samples(), 1.5, ways=ways, seeds=2, progress=False)
+        found = dadplug.compare(build, samples(), 1.0, ways=ways, seeds=2, progress=False)
         failed = dadplug.compare(build_for_no_way, samples(), 0.2, ways=["dad"], progress=False)
     finally:
         del STRATEGIES["ascent"]
