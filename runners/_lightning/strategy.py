@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -34,13 +33,13 @@ from .. import present
 from ..exchanges import Exchange, plain_states
 from ..loaders import UnevenLoader, compare_lengths
 from .elastic import SYNC, ElasticFit, check_local
+from .ending import CommonEnd, SiteFlags
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy as _DDPStrategy
 else:
     _DDPStrategy = object  # that of a package comes behind it, in the classes for a package
 
-_SIGTERM = "_broadcast_sigterm_tensor"  # of Lightning's loop over batches, since 2.6
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = (*_HOOKS, "configure_gradient_clipping", "optimizer_step")
 
@@ -166,7 +165,8 @@ class SiteStrategy(Exchange, _DDPStrategy):
     _saves_alone = False  # whether a site's state is of use without those of the others
     _in_step_with_others = True  # if not, sites are at different steps within an epoch
     _fuses = False  # whether optimizer steps of this fit are fused
-    _ends: list[Any] | None = None  # comparisons of whether a batch is the last one; None where lengths are known
+    _last_batches: SiteFlags | None = None  # whether a batch is the last one; None where lengths are known
+    _common_end: CommonEnd | None = None  # of a fit of several sites
     _stepping: Any = None  # the optimizer whose fused step is being taken
     _private_path = ""  # of the file with this site's private layers beside the checkpoint that was loaded last
 
@@ -280,16 +280,16 @@ class SiteStrategy(Exchange, _DDPStrategy):
             self._elastic.restore(self._run)
 
     def _set_up_loop(self, trainer: Any) -> None:
-        """Have Lightning leave to this strategy the synchronization of batch normalisation and of SIGTERM."""
+        """Have Lightning leave to this strategy the synchronization of batch normalisation, and of the run's end."""
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True); torch's own works on GPUs only
             if not hasattr(self.options, "sync_batchnorm"):
                 raise ValueError(f"{type(self).__name__} cannot normalise over sites: leave sync_batchnorm=True out")
             self.options = replace(self.options, sync_batchnorm=True)
             self._layer_sync = None
-        loop = trainer.fit_loop.epoch_loop
-        if self._transport is not None and hasattr(loop, _SIGTERM):
-            setattr(loop, _SIGTERM, self._share_sigterm)
-            self._run.callback(delattr, loop, _SIGTERM)
+        self._common_end = None
+        if self._transport is not None and trainer.state.fn == "fit":
+            self._common_end = CommonEnd(self, trainer)
+            self._common_end.begin(self._run, self._in_step_with_others and self._elastic_transport is None)
 
     def _set_up_evaluation(self, trainer: Any, transport: Transport) -> None:
         """Prepare an evaluation as ``DDPStrategy`` does, which waits for site 0."""
@@ -336,6 +336,9 @@ class SiteStrategy(Exchange, _DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Post the exit reason to the other sites and close the connections, so that no site waits for this one."""
         reason = describe(exception)
+        for flags in (self._last_batches, self._common_end and self._common_end.flags):
+            if flags is not None:
+                flags.abandon()
         if self._transport is not None:
             self._transport.sites.announce(reason)
             self._transport.close()
@@ -356,7 +359,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
         """Compare the lengths of all sites' training loaders, and wrap one that is shorter than others."""
         if self._elastic is None:
             own, steps = compare_lengths(dataloader, transport)
-            self._ends = [] if own < 0 and self._in_step_with_others else None
+            self._last_batches = SiteFlags(self) if own < 0 and self._in_step_with_others else None
             loader = dataloader if own == steps else UnevenLoader(dataloader, own, steps)
         else:
             own, steps = self._elastic.compare_lengths(dataloader)
@@ -373,17 +376,11 @@ class SiteStrategy(Exchange, _DDPStrategy):
             MismatchError: if it is the last one at some sites only, at these before the batch, or with the next one.
         """
         super().on_train_batch_start(batch, batch_idx)
-        if self._ends is not None:
+        if self._last_batches is not None and self._transport is not None:
             progress = self._trainer.fit_loop.epoch_loop.batch_progress
             is_last = progress.is_last_batch or progress.current.ready >= self._trainer.num_training_batches
-            ended = torch.eye(self.world_size, device=self.root_device)[self.global_rank] * is_last
-            with self._naming_sites():
-                self._ends.append((ended, dist.all_reduce(ended, group=self._own_group(None), async_op=True)))
-            while len(self._ends) > (not is_last):
-                ended, exchange = self._ends.pop(0)
-                with self._naming_sites():
-                    exchange.wait()
-                if 0 < ended.sum() < self.world_size and self._transport is not None:
+            for (ended,) in self._last_batches.exchange(is_last, waits=is_last):
+                if 0 < ended.sum() < self.world_size:
                     raise MismatchError(
                         "the sites have different numbers of training batches: the epoch ends at "
                         + ", ".join(self._transport.sites[rank] for rank in ended.nonzero().flatten().tolist())
@@ -456,6 +453,12 @@ class SiteStrategy(Exchange, _DDPStrategy):
     def on_validation_start(self) -> None:
         self._agree()
         super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        """Agree on an end that callbacks have asked for in a validation."""
+        super().on_validation_end()
+        if self._common_end is not None and self._in_fit and not self._trainer.sanity_checking:
+            self._common_end.agree()
 
     def _agree(self) -> None:
         """Make what may differ between the sites' models equal, where all sites are inside a fit."""
@@ -586,23 +589,6 @@ class SiteStrategy(Exchange, _DDPStrategy):
         """Replace the group of all processes by one that this site can leave after an error."""
         everyone = group is None or group is dist.group.WORLD
         return group if self._transport is None or not everyone else self._transport.group
-
-    def _share_sigterm(self) -> None:
-        """Stop all sites if the first has got SIGTERM, as Lightning does before each batch.
-
-        Lightning asks through the group of all processes, in which sites would wait for one that has failed. Where
-        sites may leave, or are at different steps, the one that has got the signal stops.
-        """
-        received = self._trainer.received_sigterm
-        if self._in_step_with_others and self._elastic_transport is None:
-            shared = torch.tensor([int(received)], device=self.root_device)
-            with self._naming_sites():
-                dist.broadcast(shared, 0, group=self._own_group(None))
-            received = bool(shared.item())
-            if received:
-                self.barrier()
-        if received:
-            raise sys.modules[type(self._trainer.fit_loop.epoch_loop).__module__].SIGTERMException()
 
     @contextmanager
     def _naming_sites(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """Lightning's strategies: the same training as DDP's by exact modes, whatever the module and the settings."""
 
+import contextlib
 import os
+import signal
 
 import lightning_zoo as zoo
 import pytest
@@ -8,6 +10,7 @@ import pytorch_lightning as pl
 import support
 import torch
 from dadplug.runners import DADStrategy, LocalSGDStrategy, ParameterServerStrategy
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 import dadplug
 from dadplug.step.model_sync.samples import takes_part
@@ -268,3 +271,52 @@ def test_early_stopping_stops_all_sites() -> None:
     _, current = zoo.fit("Plain", DADStrategy("rankdad"), max_epochs=20, callbacks=[stopper])
     first, second = current.strategy.reduction.gather_objects(current.current_epoch)
     assert first == second < 20
+
+
+class AskAt(pl.Callback):
+    """Ask for the end of the run at one site, in the third batch or in the first validation."""
+
+    def __init__(self, way: str, rank: int) -> None:
+        self.way, self.rank = way, rank
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if trainer.global_rank == self.rank and batch_idx == 2:
+            if self.way == "flag":
+                trainer.should_stop = True
+            elif self.way == "signal":
+                trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
+
+    def on_validation_end(self, trainer, module) -> None:
+        if trainer.global_rank == self.rank and self.way == "validation" and not trainer.sanity_checking:
+            trainer.should_stop = True
+
+
+STRATEGIES = {
+    "dad": lambda: DADStrategy("dsgd", timeout=60),
+    "local": lambda: LocalSGDStrategy(every=4, timeout=60),
+    "server": lambda: ParameterServerStrategy("dad", timeout=60),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "rank", "steps"),
+    [
+        ("dad", "flag", 1, (4, 4)),
+        ("dad", "validation", 0, (5, 5)),
+        ("dad", "signal", 1, (4, 4)),
+        ("local", "flag", 0, (4, 4)),
+        ("local", "flag", 1, (4, 4)),
+        ("local", "signal", 0, (4, 4)),
+        ("server", "flag", 1, (5, 3)),  # at different batches: the other site ends where they meet, at a validation
+    ],
+)
+@support.at_sites(2, own=True)
+def test_an_end_that_one_site_asks_for_is_the_same_at_all_sites(name: str, way: str, rank: int, steps: tuple) -> None:
+    current = zoo.trainer(STRATEGIES[name](), max_epochs=3, callbacks=[AskAt(way, rank)], val_check_interval=5)
+    torch.manual_seed(0)
+    module = zoo.Plain().double()
+    signalled = way == "signal"
+    with pytest.raises(SIGTERMException) if signalled else contextlib.nullcontext():
+        current.fit(module, zoo.loader(160), zoo.loader(24, seed=1, shuffle=False))
+    assert current.global_step == steps[int(os.environ["RANK"])]
+    assert signalled or current.strategy._exchange.first_difference() is None
