@@ -613,6 +613,10 @@ class ParameterManager:
             ),
             (max_rows is not None and max_rows < 1, f"max_rows must be at least 1, got {max_rows}"),
             (name in self._tables, f"there is a table {name!r} already"),
+            (
+                initialiser is not None and not callable(initialiser),
+                f"initialiser must be a function of keys and values, such as Constant(3.0), got {initialiser!r}",
+            ),
         )
         spec = TableSpec(name, width, rows, initialiser or Constant(), capacity, max_rows)
         number = len(self._tables)

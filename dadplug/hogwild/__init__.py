@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ..support.loaders import check_loader
+from ..support.refusals import refuse
 from ..support.signature import whole_number
 from .memory import Progress
 from .training import DealtLoader, Hogwild
@@ -61,10 +63,12 @@ def train_model(
         `loss_tracker`: the loss of each batch, in the order of the steps of all processes.
 
     Raises:
-        ValueError: for another device, numbers below 1, or what `Hogwild` refuses.
+        TypeError, ValueError: for another device, numbers below 1, a loader whose batches cannot be dealt, or what
+            `Hogwild` refuses.
         ProcessFailedError: if a process has failed.
     """
-    _check(device, num_processes, epochs_per_process, log_interval)
+    _check(device, num_processes, epochs_per_process, log_interval, seed, criterion)
+    check_loader(train_dataloader)
     hogwild = Hogwild(model, optimizer, processes=num_processes, state=state)
     epochs = num_processes * epochs_per_process
     parts = hogwild.run(_train, train_dataloader, epochs, criterion, log_interval, seed)
@@ -78,10 +82,18 @@ def train_model(
     return tracker
 
 
-def _check(device: str | torch.device, processes: object, epochs: object, log_interval: object) -> None:
+def _check(
+    device: object, processes: object, epochs: object, log_interval: object, seed: object, criterion: object
+) -> None:
     """Raise ValueError for arguments that are wrong."""
-    if torch.device(device).type != "cpu":
-        raise ValueError(f"device must be 'cpu', got {str(device)!r}: Hogwild! shares the memory of CPU processes")
+    refuse(
+        (
+            str(device).partition(":")[0] != "cpu",
+            f"device must be 'cpu', got {str(device)!r}: Hogwild! shares the memory of CPU processes",
+        ),
+        (not callable(criterion), f"criterion must be a function of outputs and targets, got {criterion!r}"),
+    )
+    whole_number(0)("seed", seed)
     for name, number in (("num_processes", processes), ("epochs_per_process", epochs)):
         whole_number(1)(name, number)
     whole_number(1, "or -1 for no logs", lambda value: value == -1)("log_interval", log_interval)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..step.model_sync.structure import refuse_wrapped
+from ..step.model_sync.structure import check_types, refuse_wrapped
 from ..support.refusals import refuse
 from .memory import Board, SharedMemory, aligned
 
@@ -40,12 +40,10 @@ def check_optimizer(optimizer: Any, model: nn.Module, state: str) -> None:
         state: ``"shared"`` or ``"own"``.
 
     Raises:
-        TypeError: if it is no optimizer.
+        TypeError: if it is no optimizer, or the model is no module.
         ValueError: if it cannot be used, or its state cannot be shared.
     """
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}")
+    check_types(model, optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "L-BFGS evaluates the loss several times a step and needs parameters that do not change meanwhile: with "
@@ -53,6 +51,7 @@ def check_optimizer(optimizer: Any, model: nn.Module, state: str) -> None:
         )
     if state != "shared":
         return
+    name = type(optimizer).__name__
     if type(optimizer) not in SHAREABLE:
         valid = ", ".join(each.__name__ for each in SHAREABLE)
         raise ValueError(f'the state of {name} cannot be shared; pass state="own", or use one of {valid}')
@@ -415,11 +414,8 @@ def check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
     """Check that a model can lie in the memory of this machine.
 
     Raises:
-        TypeError: if it is no module.
         ValueError: if a tensor is on another device, is not initialised, or belongs to a wrapper of other processes.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     refuse_wrapped(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no parameter to train")

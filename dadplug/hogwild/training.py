@@ -422,7 +422,7 @@ class Hogwild:
         self.optimizer = optimizer
         self.rank = 0
         self.last_step = -1
-        self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._state, self._start = state, start
         self._connected = connected()
         self._layout: Layout | None = None  # attached to the shared memory, while processes train

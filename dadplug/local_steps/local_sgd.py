@@ -25,7 +25,7 @@ from ..step.model_sync.batchnorm import SyncedBatchNorms
 from ..step.model_sync.private import shared_part
 from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful, load_joined
 from ..step.model_sync.samples import SampleCounter
-from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
+from ..step.model_sync.structure import OptimizerHook, check_types, is_managed, weak_hook
 from ..support.logs import get_logger
 from ..support.refusals import refuse
 from ..support.signature import takes_keywords_of, whole_number
@@ -125,6 +125,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         in_trainer: bool = False,
         **options: Any,
     ) -> None:
+        check_types(model, optimizer)
         self.optimizer = optimizer
         self._in_trainer = in_trainer
         self._problem = ""  # of the arguments

@@ -26,7 +26,7 @@ from ..step.methods import Quality, make_method
 from ..step.model_sync.buffers import average_packed, pack_buffers
 from ..step.model_sync.private import load_joined_state, shared_state
 from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful, load_joined
-from ..step.model_sync.structure import weak_hook
+from ..step.model_sync.structure import check_types, weak_hook
 from ..support.logs import get_logger
 from ..support.refusals import refuse
 from ..support.signature import check_choice, takes_keywords_of
@@ -112,6 +112,7 @@ class ParameterServer(ReplicatedModel):
         in_trainer: bool = False,
         **options: Any,
     ) -> None:
+        check_types(model, optimizer)
         self._problem = ""  # of the arguments
         self._role = role
         self._rejoin, self._in_trainer = rejoin, in_trainer

@@ -184,6 +184,8 @@ def test_unseen_keys_grow_the_table(alone):
         (lambda t, k, v: t.push(k, v * math.nan), FloatingPointError, r"of key 1 \(position 0\) .* hold NaN or Inf"),
         (lambda t, k, v: t.set(k, v * math.inf), FloatingPointError, "the values of key 1"),
         (lambda t, k, v: t.set(k * 0, v), ValueError, "a key occurs twice"),
+        (lambda t, k, v: ParameterManager().table("t", 1, initialiser=3), ValueError, "must be a function of keys"),
+        (lambda t, k, v: ParameterManager().table("t", 1, initialiser=0), ValueError, "must be a function of keys"),
         (
             lambda t, k, v: t.pull(k, out=v[:1]),
             ValueError,

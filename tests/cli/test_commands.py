@@ -210,6 +210,7 @@ def test_audit_prints_a_table_and_writes_reports(tmp_path, capsys):
     for wrong, message in (
         (("--option", "rank=0"), "rank must be"),
         (("--option", "banana=1"), "unknown option"),
+        (("--option", "seconds=3"), "--option seconds= is no option of a mode"),
         (("--html", f"{tmp_path}/absent/report.html"), "there is no folder"),
         (("--json", f"{tmp_path}/report.txt"), "should end in .json"),
     ):

@@ -311,13 +311,24 @@ def test_processes(program, tmp_path):
         (training.network, lambda _: SGD(training.network().parameters()), {}, "holds no parameter of the model"),
         (training.network, SGD, {"processes": 0}, "processes must be a whole number of at least 1 or None, got 0"),
         (training.network, SGD, {"state": "mine"}, "unknown state 'mine'; valid ones are 'shared', 'own'"),
-        (training.network, lambda _: "sgd", {}, "optimizer must be a torch.optim.Optimizer, got str"),
+        (training.network, lambda _: "sgd", {}, "the optimizer must be a torch.optim.Optimizer, got str"),
+        (training.network, lambda _: None, {}, "the optimizer must be a torch.optim.Optimizer, got NoneType"),
+        (training.network, lambda _: [3], {}, "the optimizer must be a torch.optim.Optimizer, got int"),
     ],
 )
 def test_refusals(build, make, arguments, message):
     model = build()
     with pytest.raises((TypeError, ValueError), match=message):
         Hogwild(model, make(model.parameters()), **({"processes": 2} | arguments))
+
+
+@pytest.mark.parametrize("way", [partial(Hogwild, processes=2), dadplug.LocalSGD, dadplug.ParameterServer])
+def test_what_is_no_model_or_no_optimizer(way):
+    model = training.network()
+    with pytest.raises(TypeError, match=r"the model must be a torch\.nn\.Module, got NoneType"):
+        way(None, SGD(model.parameters()))
+    with pytest.raises(TypeError, match=r"the optimizer must be a torch\.optim\.Optimizer, got NoneType"):
+        way(model, None)
 
 
 class Endless(torch.utils.data.IterableDataset):

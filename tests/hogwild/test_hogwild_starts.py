@@ -354,15 +354,20 @@ def test_wrong_arguments():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def attempt(**arguments) -> None:
-        train_model(model, loader(), **{"num_processes": 1, "epochs_per_process": 1} | arguments, optimizer=optimizer)
+        given = {"train_dataloader": loader(), "num_processes": 1, "epochs_per_process": 1} | arguments
+        train_model(model, **given, optimizer=optimizer)
 
     refuses(
         (lambda: attempt(device="cuda"), "device must be 'cpu', got 'cuda'"),
+        (lambda: attempt(device=None), "device must be 'cpu', got 'None'"),
+        (lambda: attempt(criterion=3), "criterion must be a function of outputs and targets, got 3"),
+        (lambda: attempt(seed="a"), "seed must be a whole number"),
         (lambda: attempt(num_processes=0), "num_processes must be a whole number"),
         (lambda: attempt(epochs_per_process=1.5), "epochs_per_process must be a whole number"),
         (lambda: attempt(log_interval=0), "or -1 for no logs"),
         (lambda: chart_losses({}), "no losses"),
     )
+    refuses((lambda: attempt(train_dataloader=None), "batches of a DataLoader can be dealt"), error=TypeError)
 
 
 def test_times_and_charts(capsys, tmp_path):

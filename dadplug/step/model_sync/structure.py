@@ -124,6 +124,14 @@ def without_managed(model: nn.Module) -> Iterator[None]:
 _DISTRIBUTED = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule")
 
 
+def check_types(model: object, optimizer: object) -> None:
+    """Raise TypeError unless these are a model and an optimizer."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"the optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+
+
 def check_model(model: nn.Module) -> None:
     """Check that a model can be captured.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -708,6 +709,8 @@ def audit(arguments: argparse.Namespace) -> int:
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:count]
         *inputs, targets = default_collate([dataset[index] for index in order.tolist()])
         options = dict(arguments.option)
+        if own := [name for name in options if name in inspect.signature(audit).parameters]:
+            raise ValueError(f"--option {own[0]}= is no option of a mode: see the flags of this command")
         if arguments.noise_multiplier is not None:
             options["privacy"] = DifferentialPrivacy(
                 noise_multiplier=arguments.noise_multiplier,
