@@ -311,10 +311,15 @@ class Classification:
         """Return what is kept of an output until feedback: the class, and the number of classes.
 
         Raises:
-            ModelError: if the output has no scores.
+            ModelError: if the output is not a score for each class.
         """
         if output.size < 2:
             raise ModelError("the model returns one number and no scores of classes; use task='regression'")
+        if output.ndim > 1:  # where no input_shape is known, a batch passes for one input
+            raise ModelError(
+                f"the model returns numbers of shape {output.shape} for one input, and not one score for each class. "
+                "Pass the samples of a batch one by one, with input_shape= a batch is refused; or use task='regression'"
+            )
         return int(output.argmax()), output.size
 
     def combine(self, outputs: Mapping[str, Array], weights: Mapping[str, float], kept: Mapping[str, Any]) -> Combined:

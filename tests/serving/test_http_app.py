@@ -101,7 +101,7 @@ def test_a_prediction_and_its_feedback(opened):
 
 
 def test_numpy_files_are_inputs(opened):
-    app = opened(context="site", input_shape=(2, 2))
+    app = opened(context="site", input_shape=(2, 2), task="regression")
     npy = ((b"content-type", b"application/x-npy"),)
     x = np.array([[1.0, 2.0], [3.0, 4.0]])
     for given in (x, np.asfortranarray(x), x.astype(">f4")):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from served import patient_predictor
 
-from dadplug.errors import UnavailableError
+from dadplug.errors import InputError, ModelError, UnavailableError
 from dadplug.serving import FeedbackError
 from dadplug.serving.cache import Ticket
 from dadplug.serving.policies import Choice, Exp3, Exp4, FeedbackJournal, Fixed, Record, policy_of
@@ -258,6 +258,19 @@ def test_regression_averages_and_learns_by_the_error():
 
 
 # Batch sizes and the queue of one model
+
+
+def test_a_batch_is_not_taken_for_one_input_of_a_classifier():
+    model = torch.nn.Linear(4, 3)
+    with patient_predictor({"a": model}) as predictor:
+        assert predictor.predict(torch.ones(4)).label in range(3)
+        for shape in ((8, 4), (1, 4)):
+            with pytest.raises(ModelError, match="one score for each class"):
+                predictor.predict(torch.ones(shape))
+    with patient_predictor({"a": model}, input_shape=(4,)) as predictor, pytest.raises(InputError, match="expects"):
+        predictor.predict(torch.ones(8, 4))
+    with patient_predictor({"a": model}, task="regression", scale=1.0) as predictor:
+        assert predictor.predict(torch.ones(8, 4)).output.shape == (8, 3)
 
 
 def test_the_limit_grows_by_one_below_the_goal_and_shrinks_by_a_tenth_above():
