@@ -1,6 +1,8 @@
 """Callbacks for Catalyst and Lightning; a trainer is imported on first access to one of its callbacks.
 
 The names of those for Catalyst end in Callback. Those for Lightning belong to the one of its packages that is in use.
+
+A callback may be changed here without reading another room: none but `transformers` and the experiment uses them.
 """
 
 from __future__ import annotations

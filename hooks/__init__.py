@@ -1,4 +1,7 @@
-"""Hooks on layers, which capture activations and deltas; they know no trainer and no network."""
+"""Hooks on layers, which capture activations and deltas; they know no trainer and no network.
+
+A family of layers may be changed or added here without reading another room.
+"""
 
 from . import convolution, embedding, linear  # noqa: F401  (each registers its families)
 from .capture import (

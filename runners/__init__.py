@@ -1,4 +1,7 @@
-"""Runners and strategies, which plug dadplug into a trainer; the trainer is imported on first access to its runner."""
+"""Runners and strategies, which plug dadplug into a trainer; the trainer is imported on first access to its runner.
+
+A trainer may be changed here without reading the ways to train, whose common part is `exchanges`.
+"""
 
 from __future__ import annotations
 

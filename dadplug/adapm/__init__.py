@@ -1,4 +1,7 @@
-"""Parameter management for sparse layers: tables whose rows are spread over the sites (AdaPM)."""
+"""Parameter management for sparse layers: tables whose rows are spread over the sites (AdaPM).
+
+The engine, its messages, the store and shards may be changed here without reading another room.
+"""
 
 from ..errors import IntentError
 from .managed_weight import RowwiseAdagrad

@@ -1,4 +1,7 @@
-"""Trainings that are restarted, also with another number of sites: epochs, loaders, accumulators."""
+"""Trainings that are restarted, also with another number of sites: epochs, loaders, accumulators.
+
+Epochs and goodput may be changed here without reading another room; `noise` reads the units of `step`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Exchange between sites: transports, payloads, wire formats and the traffic meter.
 
-Its files load when first used, so that the hub's server, which needs few of them, loads neither layers nor kernels.
+Its files load when first used, so that the hub's server, which needs few of them, loads neither layers nor kernels. A
+transport or a format may be changed here without reading the methods; other bytes need another `codec.SITES_VERSION`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Training without locks by processes of one machine on one model in shared memory (Hogwild!, arXiv:1106.5730)."""
+"""Training without locks by processes of one machine on one model in shared memory (Hogwild!, arXiv:1106.5730).
+
+Memory and training may be changed here without reading another room.
+"""
 
 from __future__ import annotations
 

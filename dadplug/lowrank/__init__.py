@@ -1,4 +1,7 @@
-"""Low-rank factors of gradients, ``left, right = compress(deltas, activations, rank=8)``; table rows in `sparse`."""
+"""Low-rank factors of gradients, ``left, right = compress(deltas, activations, rank=8)``; table rows in `sparse`.
+
+A kernel may be changed here without reading another room: `portable` states what each one computes.
+"""
 
 from . import sparse
 from .compress import Carry, Compressed, compress, compress_matrix, squared_norm

@@ -1,6 +1,7 @@
 """Parameter server: asynchronous training by one log of gradients that every site applies.
 
-The hub imports the sequencer only, so that what a site needs loads when it is first used.
+The hub imports the sequencer only, so that what a site needs loads when it is first used. The sequencer
+may be changed here without reading another room.
 """
 
 from __future__ import annotations

@@ -518,7 +518,7 @@ Content = dict[str, Any]
 """Decoded contribution: by name of a unit, its rows and its formed gradients, see `ContributionCodec.encode`."""
 
 
-class Contribution(NamedTuple):
+class DecodedContribution(NamedTuple):
     """Decoded contribution.
 
     Attributes:
@@ -637,7 +637,7 @@ class ContributionCodec:
 
     # Decoding
 
-    def unpack(self, body: bytes | bytearray, site: str) -> Contribution:
+    def unpack(self, body: bytes | bytearray, site: str) -> DecodedContribution:
         """Return a decoded contribution, checked.
 
         Args:
@@ -658,7 +658,7 @@ class ContributionCodec:
                 self._check(units[name], rows, formed)
         except (DamagedError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise MismatchError(f"the contribution of {site} does not fit this site's model: {error}") from error
-        return Contribution(settings, content, statistics)
+        return DecodedContribution(settings, content, statistics)
 
     def _check(self, unit: Unit, rows: Any, formed: Any) -> None:
         """Raise ValueError if shapes or types of a unit's parts are not possible."""

@@ -2,7 +2,7 @@
 
 `DifferentialPrivacy` says how, `PrivateGradients` makes a site's gradients private before anything is sent, and
 `PoissonLoader` draws the batches that the accounting assumes. What is compressed and kept afterwards is a function of
-private numbers, which costs no privacy.
+private numbers, which costs no privacy. Accounting and masks may be changed here without reading another room.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Serving of trained models: batches, cache, selection by feedback, models in processes of their own. No network.
 
-The HTTP server on LitServe is `dadplug.serve`.
+The HTTP server on LitServe is `dadplug.serve`. Policies, cache and queues may be changed here without reading
+another room.
 """
 
 from ..errors import FeedbackError, InputError, LoadError, ModelError, ServingError, UnavailableError

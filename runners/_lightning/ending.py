@@ -136,8 +136,8 @@ class CommonEnd:
         if any(bool(flags[0].any()) for flags in received):
             self._trainer.should_stop = True
         original()
-        self.agree()
+        self.agree_on_end()
 
-    def agree(self) -> None:
+    def agree_on_end(self) -> None:
         """End the run at all sites if one of them asks for it; to be called by all at the same time."""
         self._trainer.should_stop = self._strategy.reduce_boolean_decision(bool(self._trainer.should_stop), all=False)

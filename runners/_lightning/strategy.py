@@ -458,7 +458,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
         """Agree on an end that callbacks have asked for in a validation."""
         super().on_validation_end()
         if self._common_end is not None and self._in_fit and not self._trainer.sanity_checking:
-            self._common_end.agree()
+            self._common_end.agree_on_end()
 
     def _agree(self) -> None:
         """Make what may differ between the sites' models equal, where all sites are inside a fit."""

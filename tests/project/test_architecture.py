@@ -109,6 +109,12 @@ def test_rooms_import_what_the_table_allows():
     assert found == {room: set(allowed.split()) for room, allowed in ROOMS.items()}
 
 
+def test_each_room_states_what_may_be_changed_in_it():
+    folders = {path.parent for path in (ROOT / "dadplug").glob("*/__init__.py")} | {ROOT / "hooks"}
+    docstrings = {folder.name: (folder / "__init__.py").read_text().split('"""')[1] for folder in folders}
+    assert not [room for room, text in docstrings.items() if "changed" not in text]
+
+
 # Modules, and the rooms that importing them must not load.
 WITHOUT = {
     "dadplug.hub.server.hub": ("hooks", "lowrank", "adaptive", "methods"),
