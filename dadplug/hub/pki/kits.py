@@ -107,7 +107,7 @@ def certificate_from_pem(pem: bytes, place: str) -> Certificate:
         raise KitError(f"{place} is not a certificate: {reason_of(error)}") from error
 
 
-def public_key_of(certificate: Certificate, place: str = "the certificate") -> PublicKey:
+def public_key_of(certificate: Certificate) -> PublicKey:
     """Return the public key in a certificate.
 
     Raises:
@@ -115,7 +115,7 @@ def public_key_of(certificate: Certificate, place: str = "the certificate") -> P
     """
     key = certificate.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise KitError(f"{place} does not hold a key on an elliptic curve")
+        raise KitError("the certificate does not hold a key on an elliptic curve")
     return key
 
 

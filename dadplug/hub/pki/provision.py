@@ -210,9 +210,9 @@ class Authority:
         """Return the dates of revocation by serial number."""
         return read_revocation_list(self.folder, self.certificate)[0]
 
-    def valid_certificates(self, name: str, now: datetime | None = None) -> list[Certificate]:
+    def valid_certificates(self, name: str) -> list[Certificate]:
         """Return the certificates of a member that are neither expired nor revoked, the newest last."""
-        now, revoked = now or current_time(), self.revoked()
+        now, revoked = current_time(), self.revoked()
         return [
             each for each in self.issued(name) if each.not_valid_after_utc > now and each.serial_number not in revoked
         ]

@@ -348,20 +348,19 @@ class Proof:
         return self.ratio < _LEAST and self.wins >= math.ceil(_WINS / REPEATS * self.pairs) and self.pairs >= 5
 
 
-def compare_in_pairs(task: Task, config: Config, measure: Measure, repeats: int = REPEATS) -> Proof:
+def compare_in_pairs(task: Task, config: Config, measure: Measure) -> Proof:
     """Measure a configuration and the default in turns, each first in every other pair.
 
     Args:
         task: the task.
         config: the configuration.
         measure: measures a configuration.
-        repeats: number of pairs.
     """
     ratios, defaults = [], []
-    for pair in range(repeats):
+    for pair in range(REPEATS):
         order = (config, task.default) if pair % 2 else (task.default, config)
         seconds = {each: measure(task, each, 1) for each in order}
         ratios.append(seconds[config] / seconds[task.default])
         defaults.append(seconds[task.default])
     wins = sum(each < 1 for each in ratios)
-    return Proof(statistics.median(ratios), wins, repeats, statistics.median(defaults))
+    return Proof(statistics.median(ratios), wins, REPEATS, statistics.median(defaults))
