@@ -34,7 +34,7 @@ AUTO = "auto"
 _RANK = 8  # with rank="auto"
 # Numbers from which rankdad sends gradients in int8 with rank="auto", though not their factors: those of a table whose
 # rows are sent, and of all gradients together that are summed.
-_MANY = {GradientPath.FACTORS: 1 << 18, GradientPath.ALLREDUCE: 1 << 15}
+_MANY: dict[str, float] = {GradientPath.FACTORS: 1 << 18, GradientPath.ALLREDUCE: 1 << 15}
 
 
 _LOCAL = "local steps are not a mode of a reduction but dadplug.LocalSGD(model, optimizer)"

@@ -422,7 +422,8 @@ class Hogwild:
         self.optimizer = optimizer
         self.rank = 0
         self.last_step = -1
-        self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        given: Sequence[Any] = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.optimizers: list[torch.optim.Optimizer] = [*given]
         self._state, self._start = state, start
         self._connected = connected()
         self._layout: Layout | None = None  # attached to the shared memory, while processes train

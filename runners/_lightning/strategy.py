@@ -336,9 +336,10 @@ class SiteStrategy(Exchange, _DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Post the exit reason to the other sites and close the connections, so that no site waits for this one."""
         reason = describe(exception)
-        for flags in (self._last_batches, self._common_end and self._common_end.flags):
-            if flags is not None:
-                flags.abandon()
+        if self._last_batches is not None:
+            self._last_batches.abandon()
+        if self._common_end is not None:
+            self._common_end.flags.abandon()
         if self._transport is not None:
             self._transport.sites.announce(reason)
             self._transport.close()
