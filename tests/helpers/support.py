@@ -35,6 +35,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib.metadata
 import importlib.util
 import inspect
 import multiprocessing
@@ -64,14 +65,16 @@ CALL_TIMEOUT = 240.0
 MOST_GROUPS = 12  # process groups that a site leaves open
 
 
-def need(package: str) -> None:
-    """Skip the test if a package is not installed, without an import of it.
+def need(package: str, minimum: int = 0) -> None:
+    """Skip the test if a package is not installed, or has a smaller major version, without an import of it.
 
     For packages that the programs of a test import, not the test itself: where `lightning` has been imported beside
     `pytorch_lightning`, ``dadplug.DADStrategy`` is ambiguous for all later tests of the process.
     """
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package}")
+    if minimum and int(importlib.metadata.version(package).partition(".")[0]) < minimum:
+        pytest.skip(f"needs {package} {minimum} or newer")
 
 
 def needs(package: str) -> pytest.MarkDecorator:

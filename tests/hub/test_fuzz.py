@@ -426,7 +426,7 @@ def example(kind):
         return example(of[0])
     if kind is Form:
         return LINEAR
-    if isinstance(kind, enum.EnumType):
+    if isinstance(kind, enum.EnumMeta):
         return next(iter(kind))
     if hasattr(kind, "_fields"):
         return kind(*(example(each) for each in typing.get_type_hints(kind).values()))

@@ -330,6 +330,7 @@ def metrics_of_accelerate():
 
 
 def test_metrics_of_trainers_are_bounded(tmp_path):
+    support.need("accelerate", 1)
     policy = {"modes": ["dsgd"]}
     assert (
         connected(kits_of(tmp_path, policy, policy), metrics_of_accelerate)
