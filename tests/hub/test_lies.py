@@ -245,24 +245,24 @@ def idle_c(tmp_path_factory):
     return lines
 
 
-def check_left_out(tmp_path, idle_c, told, mode, sealed=True, **attack):
+def check_left_out(tmp_path, idle_c, reason, mode, sealed=True, **attack):
     """Check that two sites go on without a third one, from the step on in which it sends what is invalid."""
     with Fleet(tmp_path, sealed_hub(tmp_path, sealed=sealed), mode=mode, steps=STEPS) as fleet:
         fleet.start("c", **attack)
         lines, present = fleet.train("ab")
     assert present == {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(STEPS)}
     same_bits(lines, idle_c(mode, FIRST))
-    assert told in fleet.printed("a"), fleet.state()
+    assert reason in fleet.printed("a"), fleet.state()
     assert f"; messages are {'' if sealed else 'not '}sealed" in fleet.printed("a")
-    refusals = f"a refuses c, which takes part already: {told}", f"b refuses c, which takes part already: {told}"
+    refusals = f"a refuses c, which takes part already: {reason}", f"b refuses c, which takes part already: {reason}"
     assert any(each in line for line in fleet.hub.log for each in refusals), fleet.hub.log  # the first one, at least
     assert any("c has left: " in line for line in fleet.hub.log), fleet.hub.log
 
 
 @pytest.mark.parametrize(("lies", "mode"), [*((each, "dad") for each in LIES), ("samples 10**9", "dsgd")])
 def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, idle_c, lies, mode):
-    told = "site 2 (c) announces " if lies == "rows 2**40" else "site 2 (c) has sent an invalid step header: "
-    check_left_out(tmp_path, idle_c, told, mode, lies=LIES[lies])
+    reason = "site 2 (c) announces " if lies == "rows 2**40" else "site 2 (c) has sent an invalid step header: "
+    check_left_out(tmp_path, idle_c, reason, mode, lies=LIES[lies])
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -275,8 +275,8 @@ def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, idle_c,
 )
 def test_others_go_on_without_a_member_whose_payload_is_invalid(tmp_path, idle_c, harm, mode, sealed):
     lacks = "site 2 (c) has ended the round without its payload"
-    told = lacks if harm in ("short", "long", "missing", "apart") else "site 2 (c) has sent an invalid payload"
-    check_left_out(tmp_path, idle_c, told, mode, sealed, harm=harm)
+    reason = lacks if harm in ("short", "long", "missing", "apart") else "site 2 (c) has sent an invalid payload"
+    check_left_out(tmp_path, idle_c, reason, mode, sealed, harm=harm)
 
 
 @pytest.mark.parametrize("harm", ["twice", "besides"])
