@@ -247,7 +247,8 @@ class Options(OptionSet):
             )
 
     def unused(self) -> dict[str, str]:
-        modes = {mode: method.traits.reads for mode, method in METHODS.items() if hasattr(method, "traits")}
+        methods = {mode: METHODS[mode] for mode in method_names()}
+        modes = {mode: method.traits.reads for mode, method in methods.items() if hasattr(method, "traits")}
         found = {}
         if (own := modes.get(self.mode)) is not None:
             for name in {name for reads in modes.values() for name in reads or ()}.difference(own):

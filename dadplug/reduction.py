@@ -20,7 +20,8 @@ from .exchange.fields import check_kinds
 from .exchange.rounds import Spent
 from .hooks.factor import Write
 from .options import Options
-from .step.fused import Deferral, FusedSteps
+from .step.fused.held import FusedSteps
+from .step.fused.products import Deferral
 from .step.methods import Quality, feedback, make_method
 from .step.methods.feedback import ErrorFeedback, LossScales
 from .step.model_sync.backward_end import BackwardEnd, as_written

@@ -54,7 +54,7 @@ class Exchange:
     ``synchronize()``, called after a backward pass; ``no_sync()`` for accumulation; ``samples(count)``, a context of
     forward passes; ``idle()`` for steps without data; ``state_dict()``, ``load_states(states)``,
     ``gather_objects(item)``, ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)`` and those of
-    `dadplug.step.fused.HeldGradients` if `_wants_fused` may be set.
+    `dadplug.step.fused.held.HeldGradients` if `_wants_fused` may be set.
 
     Attributes:
         options: the options of the exchange, an `OptionSet`. They have a ``timeout`` in seconds; ``requirements`` if

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import refuses
@@ -55,6 +56,23 @@ def test_listeners_hear_of_later_entries(shapes):
     shapes.on_register(heard.append)
     shapes.register("line", "stroke")(4)
     assert heard == ["line"]
+
+
+def test_modules_are_imported_when_an_entry_of_theirs_is_looked_up(shapes, tmp_path, monkeypatch):
+    code = "import sys\nsys.modules['deferring'].shapes.register('cube')(8)\n"
+    (tmp_path / "cube_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "deferring", SimpleNamespace(shapes=shapes))
+    heard = []
+    shapes.on_register(heard.append)
+    shapes.defer("cube_module", "cube", "none")
+    assert shapes.names == ("Square_one", "circle", "cube", "none")
+    assert (shapes["circle"], "cube_module" in sys.modules) == (2, False)
+    refuses((lambda: shapes["torus"], r"valid ones are Square_one, circle, cube, none$"))
+    assert (shapes["cube"], "cube_module" in sys.modules) == (8, True)
+    assert shapes.names == ("Square_one", "circle", "cube", "none")
+    assert heard == []  # the name has been known before
+    refuses((lambda: shapes["none"], "unknown shape 'none'"))
 
 
 def test_what_cannot_be_imported_is_named(tmp_path, monkeypatch):

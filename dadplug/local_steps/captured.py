@@ -14,7 +14,8 @@ from torch import nn
 from ..exchange.factor_buckets import FactorPayload
 from ..hooks import LINEAR, Factor, capturable_layers, family_of
 from ..options import Options
-from ..step.fused import Deferral, GradientProduct, reasons_against
+from ..step.fused.products import Deferral, GradientProduct
+from ..step.fused.steps import reasons_against
 from ..step.methods import is_product, make_method
 from ..step.model_sync.structure import ModelStructure
 from ..step.planning.partition import partition_parameters

@@ -46,7 +46,8 @@ from ..errors import InvalidDeltaError
 from ..exchange import Transport
 from ..exchange.factor_buckets import finite
 from ..exchange.wire import WireFormat, wire_format
-from ..lowrank import Carry, compress_matrix, sum_of_products
+from ..lowrank import sum_of_products
+from ..lowrank.compression import Carry, compress_matrix
 from ..step.methods.feedback import ErrorFeedback
 from ..step.reducer.clipping import FEW_STEPS, OUTSIZED, OutsizedGradients, sum_of_squares
 from ..step.reducer.handler import FORGET

@@ -19,7 +19,9 @@ from ..exchange.fields import check_kinds
 from ..exchange.restrictions import check_restrictions
 from ..exchange.rounds import Requirements
 from ..reduction import GradientReduction
-from ..step.fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
+from ..step.fused.held import HeldGradients
+from ..step.fused.products import Deferral, GradientProduct, clip_norm
+from ..step.fused.steps import reasons_against
 from ..step.model_sync import sameness
 from ..step.model_sync.batchnorm import SyncedBatchNorms
 from ..step.model_sync.private import shared_part

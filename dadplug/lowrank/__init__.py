@@ -3,9 +3,16 @@
 A kernel may be changed here without reading another room: `portable` states what each one computes.
 """
 
-from . import sparse
-from .compress import Carry, Compressed, compress, compress_matrix, squared_norm
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .dispatch import dequantise, orthonormalise, quantise, sum_of_products, sum_one_by_one, top_k, warmup
+
+if TYPE_CHECKING:
+    from . import sparse
+    from .compression import Carry, Compressed, compress, compress_matrix, squared_norm
 
 __all__ = [
     "Carry",
@@ -22,3 +29,11 @@ __all__ = [
     "top_k",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "sparse":
+        return importlib.import_module(f"{__name__}.sparse")
+    return getattr(importlib.import_module(f"{__name__}.compression"), name)  # not in runs that compress nothing

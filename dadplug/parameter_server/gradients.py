@@ -24,7 +24,7 @@ from ..exchange.factor_buckets import FactorPayload, finite, multiplies
 from ..exchange.fields import checked
 from ..hooks import Factor, stack_by_form
 from ..options import Options
-from ..step.fused import GradientProduct
+from ..step.fused.products import GradientProduct
 from ..step.methods import Method, decode, decode_bias, feedback, is_product
 from ..step.model_sync.batchnorm import SyncedForward, batch_norms
 from ..step.model_sync.private import private_parameters, whole_of

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError
 from ..exchange import Transport, codec
-from ..step.fused import GradientProduct, engine_for, reasons_against, take_step
+from ..step.fused.products import GradientProduct
+from ..step.fused.steps import engine_for, reasons_against, take_step
 from ..step.model_sync.private import is_of_site, is_private, shared_state
 from ..step.model_sync.sameness import tables_with_max_norm
 from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook

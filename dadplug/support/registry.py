@@ -38,6 +38,21 @@ class Registry(dict[K, T]):
         self._exact = exact
         self._keys: dict[Any, K] = {}  # by alias
         self._listeners: list[Callable[[K], object]] = []
+        self._modules: dict[K, str] = {}  # that register an entry when it is first looked up
+
+    @property
+    def names(self) -> tuple[K, ...]:
+        """The keys of all entries, those of modules that are imported when they are needed last."""
+        return (*(key for key in self if key not in self._modules), *self._modules)
+
+    def defer(self, module: str, *keys: K) -> None:
+        """Name a module that registers entries, and that is imported when one of them is first looked up.
+
+        Args:
+            module: full name of the module.
+            keys: the keys of the entries.
+        """
+        self._modules |= dict.fromkeys(keys, module)
 
     def register(self, key: K, *aliases: K) -> Callable[[T], T]:
         """Register an entry under a key; a decorator. An entry that has the key is replaced.
@@ -51,7 +66,7 @@ class Registry(dict[K, T]):
             self[key] = entry
             for each in (key, *aliases):
                 self._keys[self._normalised(each)] = key
-            for listener in self._listeners:
+            for listener in self._listeners if key not in self._modules else ():
                 listener(key)
             return entry
 
@@ -62,14 +77,16 @@ class Registry(dict[K, T]):
         self._listeners.append(listener)
 
     def __missing__(self, key: K) -> T:
-        """Look up an alias or another spelling.
+        """Look up an alias, another spelling, or an entry of a module that has not been imported.
 
         Raises:
             ValueError: if there is none; the message lists the keys.
         """
+        if key in self._modules:
+            importlib.import_module(self._modules[key])
         found = self.get(self._keys.get(self._normalised(key)))  # type: ignore[arg-type]
         if found is None:
-            raise ValueError(f"unknown {self.kind} {key!r}; valid ones are {', '.join(map(str, self))}")
+            raise ValueError(f"unknown {self.kind} {key!r}; valid ones are {', '.join(map(str, self.names))}")
         return found
 
     def _normalised(self, key: K) -> Any:

@@ -165,12 +165,15 @@ class OptionSet:
         for name in values:
             if name not in names:
                 raise cls.unknown(name)
-        created = cls(**values)
-        for each in dataclasses.fields(cls):
-            value, needed = getattr(created, each.name), created.unused().get(each.name)
-            if each.name in values and value != each.default and needed and (each.name, needed) not in _warned:
-                _warned.add((each.name, needed))
-                _log.warning("the option %s=%r has no effect: %s", each.name, value, needed)
+        created, unused = cls(**values), {}
+        given = [each for each in dataclasses.fields(cls) if each.name in values]
+        given = [each for each in given if getattr(created, each.name) != each.default]
+        if given:
+            unused = created.unused()
+        for name, needed in ((each.name, unused.get(each.name)) for each in given):
+            if needed and (name, needed) not in _warned:
+                _warned.add((name, needed))
+                _log.warning("the option %s=%r has no effect: %s", name, getattr(created, name), needed)
         return created
 
     def unused(self) -> dict[str, str]:

@@ -12,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import dadplug
 from dadplug import GradientReduction, NonFiniteError
 from dadplug.exchange.factor_buckets import FactorPayload
-from dadplug.step.fused import GradientProduct, steps
+from dadplug.step.fused import steps
+from dadplug.step.fused.products import GradientProduct
 from dadplug.step.fused.steps import apply_products, reason_against
 from dadplug.support.schedules import Decoding
 

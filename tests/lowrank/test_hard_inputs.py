@@ -12,7 +12,7 @@ import torch
 from dadplug.lowrank import compress, compress_matrix, dispatch, kernels, orthonormalise, portable
 from dadplug.lowrank.algorithms import ALGORITHMS
 
-compress_module = importlib.import_module("dadplug.lowrank.compress")
+compress_module = importlib.import_module("dadplug.lowrank.compression")
 SHAPES = [(1, 5, 3), (2, 40, 7), (9, 12, 30), (16, 64, 48), (33, 80, 10), (64, 10, 90), (130, 200, 150), (256, 40, 300)]
 EPSILON = {torch.float32: 1e-6, torch.float64: 1e-14}
 

@@ -13,7 +13,7 @@ from support import refuses
 from dadplug.lowrank import Carry, compress, compress_matrix, dispatch, portable, sparse, squared_norm, warmup
 from dadplug.lowrank.algorithms import ALGORITHMS
 
-compress_module = importlib.import_module("dadplug.lowrank.compress")
+compress_module = importlib.import_module("dadplug.lowrank.compression")
 SIZES = st.integers(1, 40)
 
 

@@ -13,7 +13,7 @@ from divided_network import backward, divided_layers, fail_to_merge, mean_of, ne
 from dadplug.errors import NonFiniteError
 from dadplug.exchange.factor_buckets import FactorPayload
 from dadplug.options import Options
-from dadplug.step.methods.feedback import MergeMemory, PartPlace
+from dadplug.step.methods.merge_memory import MergeMemory, PartPlace
 from dadplug.step.methods.rankdad import RankDAD
 
 SCALES = [1.0, 8.0, 64.0, 64.0, 64.0, 64.0, 8.0, 1.0, 512.0]  # an idle site has the last scale that was stated

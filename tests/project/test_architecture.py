@@ -118,7 +118,14 @@ def test_each_room_states_what_may_be_changed_in_it():
 # Modules, and the rooms that importing them must not load.
 WITHOUT = {
     "dadplug.hub.server.hub": ("hooks", "lowrank", "adaptive", "methods"),
-    "dadplug.reduction": ("adaptive",),
+    "dadplug.reduction": (
+        "adaptive",
+        "hub",
+        "lowrank.compression",
+        *(f"step.methods.{name}" for name in ("merge_memory", "powersgd", "rankdad", "topk")),
+        *(f"step.reducer.{name}" for name in ("merged", "nodes", "powersgd", "topk")),
+        "step.fused.steps",
+    ),
 }
 
 

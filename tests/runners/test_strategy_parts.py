@@ -21,7 +21,7 @@ from torch import nn
 from dadplug import GradientReduction
 from dadplug.errors import MismatchError
 from dadplug.options import Options
-from dadplug.step.fused import fused_remarks
+from dadplug.step.fused.steps import fused_remarks
 from dadplug.tools.cli import add_option_arguments, options_of
 
 

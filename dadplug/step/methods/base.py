@@ -184,6 +184,11 @@ class Method:
         return any(map(_FED, self.layers.get(name, ())))
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether further rows are kept of what sites and merges do not send."""
+        return False
+
+    @property
     def keeps_errors(self) -> bool:
         """Whether what a step has not sent is kept for later ones, without the loss scale, which has to be known."""
         return self.errors.enabled or wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
@@ -433,7 +438,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """
 
     def decorate(method: type[Method]) -> type[Method]:
-        if name in METHODS and METHODS[name].__module__.startswith(f"{__package__}."):
+        own = f"{__package__}."
+        if name in METHODS.names and not method.__module__.startswith(own) and METHODS[name].__module__.startswith(own):
             raise ValueError(f"mode {name!r} is one of dadplug, by which policies allow it: choose another name")
         method.name = name
         return METHODS.register(name)(method)
@@ -448,7 +454,7 @@ def on_registration(listener: Callable[[str], object]) -> None:
 
 def method_names() -> tuple[str, ...]:
     """Return the valid values of the option ``mode``."""
-    return tuple(METHODS)
+    return METHODS.names
 
 
 def check_allowed(options: MethodOptions) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...exchange.factor_buckets import FactorPayload
 from ...exchange.wire import WireFormat, lasting
-from ...lowrank import Carry, Compressed
 from ...lowrank.algorithms import columns_for
+from ...lowrank.compression import Carry, Compressed
 from ...lowrank.dispatch import NumbaKernels, kernels_for
 from ...lowrank.portable import DEPENDENT
 

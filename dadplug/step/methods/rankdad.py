@@ -19,13 +19,20 @@ from ...exchange.factor_buckets import FactorPayload
 from ...exchange.fields import check_kinds
 from ...exchange.wire import WireFormat, lasting, wire_format
 from ...hooks import LINEAR, Factor
-from ...lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
 from ...lowrank.algorithms import columns_for
-from ...lowrank.compress import squared_norm_of
+from ...lowrank.compression import (
+    Carry,
+    Compressed,
+    compress,
+    compress_matrix,
+    squared_norm,
+    squared_norm_of,
+)
 from ...support.schedules import current
 from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method
-from .feedback import ErrorFeedback, LossScales, MergeMemory
+from .feedback import ErrorFeedback, LossScales
 from .formed import FormedSlot, FormedState
+from .merge_memory import MergeMemory
 from .tables import TableMemory
 
 _FEW = 8  # components that a step may have with int8, however few its rows are
@@ -195,8 +202,14 @@ class RankDAD(Method):
         self._slots: dict[str, FormedSlot] = {}
 
     @property
+    def keeps_rows(self) -> bool:
+        # Sites keep all of it, in a tensor of the layer's size, with ``error_feedback=True``, and else where
+        # `keeps_whole` says so. Merges of divided layers keep rows then as well: no site has the whole sum.
+        return self._keeps_rows or (self.options.merge != "all" and bool(self.options.error_feedback))
+
+    @property
     def keeps_errors(self) -> bool:
-        return super().keeps_errors or keeps_rows(self.options)
+        return super().keeps_errors or self.keeps_rows
 
     def _make_merger(self, options: MethodOptions) -> Merger | None:
         return None if options.merge == "all" else Merger(options, self.loss_scales)
@@ -625,15 +638,6 @@ def keeps_whole(rows: int, out: int, width: int, rank: int) -> bool:
     formed = rows * size / rates.fat + (2 * columns + rank) * size / rates.skinny
     by_rows = 2 * (rank + rows_kept(rank, rows)) * rows * (out + width) / rates.skinny
     return _CALLS + formed <= _PREFERRED * (_CALLS + by_rows)
-
-
-def keeps_rows(options: MethodOptions) -> bool:
-    """Return whether further rows are kept of what sites and merges do not send.
-
-    Sites keep all of it, in a tensor of the layer's size, with ``error_feedback=True``, and else where `keeps_whole`
-    says so. Merges of divided layers keep rows then as well, since no site has the whole sum.
-    """
-    return options.error_feedback is None or (options.merge != "all" and options.error_feedback)
 
 
 def _loaded(left: Tensor, right: Tensor) -> _Kept:

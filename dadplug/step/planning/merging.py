@@ -20,7 +20,6 @@ from ...options import Options
 from ...support.schedules import current
 from ..methods import Method
 from ..methods.base import GradientPath
-from ..methods.rankdad import keeps_rows
 from ..reducer.owners import OwnedLayer, Owners, assign_owners, busiest_numbers, relay, stacked_rows
 from ..units.base import Unit
 from ..units.factor import FactorUnit
@@ -232,7 +231,7 @@ class Merging:
                 sends_bias = unit.bias is not None and self._method.traits.sends_bias
                 bias = unit.parameters[unit.bias].numel() if sends_bias and unit.bias is not None else 0
                 rank = self._method.rank_of(self._method.largest_rank, *unit.widths)
-                found.append(OwnedLayer(unit.name, *unit.widths, bias, rank, rank if keeps_rows(self._options) else 0))
+                found.append(OwnedLayer(unit.name, *unit.widths, bias, rank, rank if self._method.keeps_rows else 0))
         return found
 
 

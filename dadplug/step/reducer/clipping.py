@@ -22,7 +22,6 @@ from ...exchange import Transport
 from ...exchange.factor_buckets import FactorPayload
 from ...exchange.rounds import Outsized
 from ...hooks.factor import Form
-from ...lowrank.compress import squared_norm
 from ...support.logs import get_logger
 from ..methods import decode, is_product
 
@@ -63,6 +62,8 @@ def square_of(payload: FactorPayload, form: Form, with_bias: bool, exact: bool) 
     if not math.isfinite(least):
         found = math.inf
     elif is_product(form):
+        from ...lowrank.compression import squared_norm  # runs that clip nothing do not need it
+
         found = squared_norm(wide, width) + float(sum_of_squares(further))
     else:
         formed = decode([payload], [1.0], summed, site_by_site=True, form=form)

@@ -23,7 +23,7 @@ from ...exchange.factor_buckets import (
     finite,
 )
 from ...exchange.restrictions import IN_FORCE
-from ..fused import GradientProduct
+from ..fused.products import GradientProduct
 from ..methods import Method, decode, decode_bias, is_product
 from ..methods.base import GradientPath
 from ..units.base import Unit, add_gradient

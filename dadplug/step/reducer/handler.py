@@ -6,7 +6,6 @@ Faults are reported in it.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import struct
@@ -30,7 +29,7 @@ from ...exchange.wire import WireFormat, wire_format
 from ...options import Options
 from ...support.registry import Registry
 from ...support.schedules import Decoding
-from ..fused import Deferral
+from ..fused.products import Deferral
 from ..methods import Method
 from ..methods.base import GradientPath
 from ..units.base import Unit
@@ -702,8 +701,14 @@ def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tens
 
 _HANDLERS: Registry[tuple[str, str], type[BucketHandler]] = Registry("handler")
 """Handlers by path and variant."""
-_MODULES = {"nodes": ".nodes", "owner": ".merged", "divided": ".merged"}
-"""Modules that register the handlers of variants, which few runs need; by variant."""
+for _module, _path, _variant in (  # few runs need these
+    ("nodes", GradientPath.LOWRANK, "nodes"),
+    ("merged", GradientPath.LOWRANK, "owner"),
+    ("merged", GradientPath.LOWRANK, "divided"),
+    ("powersgd", GradientPath.POWERSGD, ""),
+    ("topk", GradientPath.TOPK, ""),
+):
+    _HANDLERS.defer(f"{__package__}.{_module}", (_path, _variant))
 
 
 def register_handler(*paths: str, variant: str = "") -> Callable[[type[BucketHandler]], type[BucketHandler]]:
@@ -734,6 +739,4 @@ def handler_type(path: str, transport: Transport, owner: Ownership | None = None
     variant = "" if transport.nodes is None else "nodes"
     if owner is not None:
         variant = "divided" if owner.divided else "owner"
-    if variant and (path, variant) not in _HANDLERS:
-        importlib.import_module(_MODULES[variant], __package__)
-    return _HANDLERS[(path, variant) if (path, variant) in _HANDLERS else (path, "")]
+    return _HANDLERS[(path, variant) if (path, variant) in _HANDLERS.names else (path, "")]

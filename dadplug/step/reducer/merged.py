@@ -29,7 +29,7 @@ from ...hooks import Factor
 from ...lowrank.dispatch import divide_columns, merge_coefficients, part_size
 from ...support.logs import get_logger
 from ..methods.base import GradientPath
-from ..methods.feedback import PartPlace
+from ..methods.merge_memory import PartPlace
 from ..methods.rankdad import RankDAD
 from ..units.base import Unit
 from ..units.factor import FactorUnit

@@ -25,7 +25,7 @@ from ...exchange.wire import WireFormat
 from ...options import Options
 from ...support.logs import get_logger
 from ...support.schedules import Decoding
-from ..fused import Deferral, compare_digests
+from ..fused.products import Deferral, compare_digests
 from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..units.base import Unit

@@ -1,7 +1,4 @@
-"""Handlers of units whose gradients autograd forms, and which are summed over sites.
-
-They are summed as they are, or compressed by PowerSGD or top-k.
-"""
+"""Handlers of units whose gradients autograd forms, and which are summed over sites: base, and sums as they are."""
 
 from __future__ import annotations
 
@@ -10,22 +7,20 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter, eq, is_
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...exchange import Transport
-from ...exchange.factor_buckets import extent, finite, squared_norm
-from ...exchange.summed_buckets import AllReducedBucket, GatheredBucket, SparseBucket, element_size, summed_bucket
-from ...exchange.wire import WireFormat, wire_format
-from ..methods import Method, powersgd, topk
+from ...exchange.factor_buckets import finite
+from ...exchange.summed_buckets import AllReducedBucket, GatheredBucket, summed_bucket
+from ...exchange.wire import WireFormat
+from ..methods import Method
 from ..methods.base import GradientPath
 from ..methods.feedback import LossScales
 from ..units.base import Unit, versions_of
 from .clipping import sum_of_squares
 from .faults import Fault
-from .handler import BucketHandler, HandlerContext, StepHeader, gradient_room, register_handler, write_gradients
+from .handler import BucketHandler, HandlerContext, StepHeader, register_handler, write_gradients
 
 _GRADIENT, _ARRIVALS = attrgetter("lead.grad"), attrgetter("arrivals")
 
@@ -240,225 +235,3 @@ class DenseHandler(SummedHandler):
 
     def rounding(self) -> dict[str, Tensor]:
         return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost)}  # a bucket may keep nothing
-
-
-@register_handler(GradientPath.POWERSGD)
-class PowerSGDHandler(SummedHandler):
-    """Sums of ``P = M_s Q`` and then of ``Q = M_s^T P``, see `dadplug.step.methods.powersgd`."""
-
-    bucket_mb = 0.1
-
-    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
-        super().__init__(units, context)
-        assert isinstance(context.method, powersgd.PowerSGD)
-        self._method = context.method
-        self._ranks = [self._method.columns(*unit.shape) for unit in units]
-        self._left, self._right = (
-            summed_bucket(
-                [rank * unit.shape[side] for rank, unit in zip(self._ranks, units, strict=True)],
-                context.transport,
-                self._wire,
-                feedback=False,
-            )
-            for side in (0, 1)
-        )
-        self.gathers = isinstance(self._left, GatheredBucket)
-        self._matrices = [powersgd.WeightedGradient(None, 0.0, None, 1.0, 1.0)] * len(units)
-        self._bases: list[Tensor | None] = []
-        self._rights: Sequence[Tensor] = ()  # the second sums of this step, once they have arrived
-        self.share_state()
-
-    @classmethod
-    def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
-        assert isinstance(method, powersgd.PowerSGD)
-        return method.columns(*unit.shape) * sum(unit.shape)
-
-    def share_state(self) -> None:
-        for unit in self.units:  # a site may have come with other bases from a checkpoint
-            self.context.transport.broadcast(self._method.basis(unit.name, unit.shape, unit.lead))
-
-    def _put(self, unit: Unit, weight: float) -> bool:
-        slot, method = self._slots[unit.name], self._method
-        method.check_rank(unit.name, max(self.context.samples(), method.batch()))
-        error = method.errors.find(unit.name, unit.lead)
-        matrix = self._matrices[slot] = powersgd.WeightedGradient(
-            gradient_matrix(unit) if weight else None,
-            weight,
-            None if error is None else error.view(unit.shape),
-            method.loss_scales.of(unit.name),
-            self.context.scale,
-        )
-        basis = method.basis(unit.name, unit.shape, unit.lead)
-        self._left.fill(slot, powersgd.project(matrix, basis, transposed=True), 1.0)
-        return self._left.finite(slot)
-
-    def launch(self) -> None:
-        self._left.launch()
-
-    def receive(self) -> None:
-        lefts = self.timed("wait", None, self._left.wait)
-        self._bases = []
-        for slot, (unit, left) in enumerate(zip(self.units, lefts, strict=True)):
-            with self.timing("encode", unit):
-                basis = powersgd.orthonormal_basis(left.to(unit.lead).view(self._ranks[slot], -1))
-                self._bases.append(basis)
-                self._right.fill(slot, None if basis is None else powersgd.project(self._matrices[slot], basis), 1.0)
-        self._right.launch()
-
-    def repeat(self) -> None:
-        self._receive_right()
-        self._rights = ()
-        super().repeat()
-
-    def not_finite(self) -> list[tuple[int | None, str]]:
-        found = zip(self._bases, self._receive_right(), strict=True)
-        extents = [math.nan if basis is None else extent(right) for basis, right in found]
-        self.extent = sum(extents)
-        return [(None, unit.name) for unit, each in zip(self.units, extents, strict=True) if not math.isfinite(each)]
-
-    def measured(self) -> Sequence[float]:
-        squares = self._right.squares()  # each is of P_s^T M_s, with the same P at all sites
-        return self.context.without_weights(squares, self.context.reference)
-
-    def _receive_right(self) -> Sequence[Tensor]:
-        if not self._rights:
-            with self.timing("wait"):
-                self._rights = self._right.wait()
-        return self._rights
-
-    def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        rights, self._rights = self._receive_right(), ()
-        for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
-            if want:
-                self.timed("decode", unit, self._write_unit, slot, rights[slot], scale, keep)
-
-    def _write_unit(self, slot: int, right: Tensor, scale: float, keep: bool) -> None:
-        """Write the agreed gradient, and what this site has beyond its part of it into the error memory."""
-        unit, matrix, left = self.units[slot], self._matrices[slot], self._bases[slot]
-        if left is None or not finite(right):
-            gradient_room(unit.lead, unit.shape).fill_(math.nan)
-            return
-        right = right.to(unit.lead).view(self._ranks[slot], -1)
-        error = None
-        if keep and self._method.errors.enabled:
-            error = self._method.errors.of(unit.name, unit.lead).view(unit.shape)
-            powersgd.add_to_error(error, matrix, scale)
-        agreed = powersgd.decode(left, right, scale, gradient_room(unit.lead, unit.shape))
-        if error is not None:
-            powersgd.subtract_sent(error, agreed, 1 / len(self.context.transport.rounds.present), matrix.loss_scale)
-        if keep:
-            self._method.keep(unit.name, right.clone())
-
-
-class _Sent(NamedTuple):
-    """Selection of a unit's elements that has been sent.
-
-    Attributes:
-        whole: weighted gradient plus error memory, of shape (n,), without the loss scale.
-        indices: of shape (k,).
-        values: of shape (k,), as rounded to the wire format, with the loss scale.
-        loss_scale: the factor that the values contain.
-    """
-
-    whole: Tensor
-    indices: Tensor
-    values: Tensor
-    loss_scale: float
-
-
-@register_handler(GradientPath.TOPK)
-class TopKHandler(SummedHandler):
-    """Gather of selected elements, which each site adds up in the order of ranks, see `dadplug.step.methods.topk`."""
-
-    bucket_mb = 0.25
-    gathers = True
-    blind = False
-
-    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
-        super().__init__(units, context)
-        assert isinstance(context.method, topk.TopK)
-        self._method = context.method
-        self._counts = [self._method.elements(unit.lead.numel()) for unit in units]
-        self._bucket = SparseBucket(self._counts, context.transport, _value_format(self._wire, units[0]))
-        self._sent: dict[str, _Sent] = {}
-
-    @classmethod
-    def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
-        assert isinstance(method, topk.TopK)
-        return 2 * method.elements(unit.lead.numel())
-
-    @classmethod
-    def payload_bytes(
-        cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = True
-    ) -> int:
-        assert isinstance(method, topk.TopK)
-        return transport.copies * method.elements(unit.lead.numel()) * element_size(_value_format(wire, unit))
-
-    def _put(self, unit: Unit, weight: float) -> bool:
-        slot, gradient = self._slots[unit.name], gradient_matrix(unit) if weight else None
-        errors, loss_scale = self._method.errors, self._method.loss_scales.of(unit.name)
-        error, whole = errors.prepare(unit.name, unit.lead)
-        whole = whole.view(-1)
-        flat_gradient = None if gradient is None else gradient.reshape(-1)
-        flat_error = None if error is None else error.view(-1)
-        if flat_error is not None and self.context.scale != 1.0:
-            flat_error = flat_error / self.context.scale
-        topk.accumulate(flat_gradient, weight, flat_error, loss_scale, whole)
-        indices, values = self._bucket.fill(slot, *topk.encode(whole, self._counts[slot], loss_scale))
-        self._sent[unit.name] = _Sent(whole, indices, values, loss_scale)
-        return finite(values)
-
-    def launch(self) -> None:
-        self._bucket.launch()
-
-    def inspect(self) -> None:
-        self._bucket.inspect([unit.lead.numel() for unit in self.units])
-
-    def receive(self) -> None:
-        self.timed("wait", None, self._bucket.wait)
-
-    def own_squares(self) -> Sequence[Tensor]:
-        weight = self._samples / self.context.reference or math.inf
-        return [sum_of_squares([sent.values for sent in self._sent.values()]) / weight**2]
-
-    def squares(self) -> Sequence[float]:
-        totals = [0.0] * self.context.transport.world_size
-        for slot, unit in enumerate(self.units):
-            for rank, (indices, values) in enumerate(self._bucket.received(slot, unit.lead.numel())):
-                values = values.to(torch.promote_types(values.dtype, torch.float64))
-                whole = values.new_zeros(unit.lead.numel())  # an index may be there several times
-                totals[rank] += squared_norm(whole.index_add_(0, indices, values))
-        return self.context.without_weights(totals, self.context.reference)
-
-    def not_finite(self) -> list[tuple[int | None, str]]:
-        found: list[tuple[int | None, str]] = []
-        self.extent = 0.0
-        for slot, unit in enumerate(self.units):
-            extents = [extent(values) for _, values in self._bucket.received(slot, unit.lead.numel())]
-            found += [(rank, unit.name) for rank, each in enumerate(extents) if not math.isfinite(each)]
-            if not sum(extents) < torch.finfo(self.dtype).max and not found:
-                found.append((None, unit.name))  # their sum may leave the range
-            self.extent += sum(extents)
-        return found
-
-    def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        shares = self.context.shares
-        for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
-            if want:
-                with self.timing("decode", unit):
-                    found = zip(self._bucket.received(slot, unit.lead.numel()), shares, strict=True)
-                    clipped = (
-                        (at, each if share == 1.0 else share * each.to(self.dtype)) for (at, each), share in found
-                    )
-                    topk.decode(clipped, scale, gradient_room(unit.lead, (-1,)))
-            if keep and want:
-                topk.subtract_sent(*self._sent[unit.name])
-                self._method.errors.commit(unit.name, shares[self.context.transport.rank] * scale, self.context.scale)
-            else:
-                self._method.rollback(unit.name)
-        self._sent.clear()
-
-
-def _value_format(wire: WireFormat, unit: Unit) -> WireFormat:
-    """Return the format of the values: bf16 for a quantised one, since values of one magnitude need no scale."""
-    return wire_format("bf16", unit.lead.dtype) if wire.quantised else wire

@@ -20,7 +20,7 @@ from ...lowrank import sum_of_products, sum_one_by_one, top_k
 from ...lowrank.algorithms import ALGORITHMS, Operator, Search, choose, predict, terms
 from ...serving import loading
 from ...serving.backends import runner_of
-from ...step.fused import GradientProduct
+from ...step.fused.products import GradientProduct
 from ...step.fused.steps import apply_products
 from ...support.schedules import Decoding, Encoding, Serving, current, replaced
 from .search import Config, Space, Task, Vector
