@@ -226,3 +226,28 @@ def test_chains_are_found_after_a_step_whose_gradients_were_changed_in_place() -
             both.reduction.synchronize()
             both.check(step)
         assert len(chained(both.reduction)) >= 3
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+@support.at_sites(2)
+def test_a_chain_whose_last_gradient_is_changed_loses_no_pass(passes: int) -> None:
+    """One site goes backward, and changes the gradient of the layer behind the chained one; the other one is idle."""
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.LayerNorm(9), nn.Linear(9, 4))
+    reduction = dadplug.GradientReduction(model, mode="edad", weighting="uniform")
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    model(inputs).square().sum().backward()
+    reduction.synchronize()
+    assert {row.parameter: row.path for row in reduction.plan}["0.weight"] == "activations"
+    once = [parameter.grad.clone() for parameter in model.parameters()]
+    for _ in range(2):  # what the sites expect of a step follows from the last one
+        model.zero_grad()
+        if dist.get_rank() == 1:
+            for _ in range(passes):
+                model(inputs).square().sum().backward()
+            model[2].weight.grad.mul_(0.5)
+            reduction.synchronize()
+        else:
+            reduction.idle()
+        for number, (parameter, each) in enumerate(zip(model.parameters(), once, strict=True)):
+            torch.testing.assert_close(parameter.grad, passes * each * (0.5 if number == 2 else 1.0))

@@ -351,7 +351,7 @@ class FactorUnit(Unit):
                 factors = factors + layer.take()
         dtype, room = self.lead.dtype, self._room
         for place, factor in enumerate(factors):
-            if factor.trace is not None:
+            if sends and factor.trace is not None:
                 self._taken_keys.append(factor.trace.key)
             if not (factor.activations.dtype == factor.deltas.dtype == dtype and factor.bias is None):
                 factors[place] = factor.to(dtype)

@@ -83,18 +83,18 @@ def differences(name: str, mode: str, by_hand: dict[str, Site]) -> list[str]:
         by_hand: the runs of the loop by hand; exact modes share one, which knows neither the mode nor its paths.
     """
     tried, options = LOOPS[name], MODES[mode]
-    found = _run(tried.function, Site(options))
+    found = run(tried.function, Site(options))
     paths = [record.paths for record in found.records]
     key = "exact" if options["mode"] in _EXACT else mode
     if key not in by_hand:
-        by_hand[key] = _run(tried.function, Site(options, paths))
+        by_hand[key] = run(tried.function, Site(options, paths))
     expected = by_hand[key]
     problems = [difference] if (difference := found.reductions and _replicas(found)) else []
     if len(found.records) != len(expected.records):
         return [*problems, f"{len(found.records)} synchronisations, by hand {len(expected.records)}"]
     rounded, bounded = options.get("wire") == "int8", tried.late and options["mode"] not in _EXACT
     if rounded or bounded:
-        found = _run(tried.function, Site(options, forced=expected.records))
+        found = run(tried.function, Site(options, forced=expected.records))
     keeps_rows = options["mode"] == "rankdad" and "error_feedback" not in options
     tolerance = _ROUNDING if rounded else max(tried.tolerance, _FEW_ROWS if keeps_rows else 0.0)
     allowed = _largest_errors(expected.records) if bounded else {}
@@ -107,7 +107,7 @@ def differences(name: str, mode: str, by_hand: dict[str, Site]) -> list[str]:
     return problems[:4]
 
 
-def _run(function: Callable[[Site], None], site: Site) -> Site:
+def run(function: Callable[[Site], None], site: Site) -> Site:
     site.options = {"timeout": _TIMEOUT, **site.options}
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

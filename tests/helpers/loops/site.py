@@ -180,26 +180,27 @@ class Site:
             scale: what the loss has been multiplied by; known to the run by hand alone.
         """
         if self.by_hand:
-            self._record(reduction, reduction.agree(rows, scale))
+            self.record(reduction, reduction.agree(rows, scale))
         else:
             with reduction.samples(rows):  # for programs whose samples the rule does not count
                 reduction.synchronize()
-            self._record(reduction, {})
+            self.record(reduction, {})
 
     def idle(self, reduction: Any) -> None:
         """Call ``reduction.idle()``, and record what it leaves."""
         if self.by_hand:
-            self._record(reduction, reduction.agree(0))
+            self.record(reduction, reduction.agree(0))
         else:
             reduction.idle()
-            self._record(reduction, {})
+            self.record(reduction, {})
 
     def next_paths(self) -> dict[str, str]:
         """The plan's paths at this call of `agree`."""
         assert self._paths is not None
         return self._paths[len(self.records)] if len(self.records) < len(self._paths) else {}
 
-    def _record(self, reduction: Any, means: Gradients) -> None:
+    def record(self, reduction: Any, means: Gradients) -> None:
+        """Record what a synchronisation has left, with the exact means in a run by hand."""
         named = dict(reduction.model.named_parameters())
         found = {name: None if p.grad is None else p.grad.detach().to_dense().clone() for name, p in named.items()}
         paths = {} if self.by_hand else {row.parameter: str(row.path) for row in reduction.plan}
