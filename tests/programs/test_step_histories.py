@@ -72,6 +72,22 @@ def test_random_steps_agree_as_by_hand(mode):
     checked(check, histories())
 
 
+BACKWARD, AGAIN = ("backward", 0, 0), ("backward", BACKWARDS.index("again"), 0)
+FOUND = {  # by mode, what a site does in a step in which the other one is idle, where it has failed
+    "chained rows formed, then the bias alone": ("edad", (AGAIN, ("drop", 0)), True),
+    "changed behind a chain after two passes": ("edad", (BACKWARD, BACKWARD, ("scale", 2, 0)), True),
+    "weight cleared, then the bias changed": ("dad", (BACKWARD, ("zero", 0), ("scale", 1, 0)), False),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_random_steps_have_found_agrees_as_by_hand(sites, name):
+    mode, actions, clears = FOUND[name]
+    both = Step(((BACKWARD,), (BACKWARD,)), (True, True), clears, updates=False)
+    history = [both, Step(((), actions), (False, True), clears, updates=False)] * 2
+    assert sites(2).run(run, history, mode) == [[], []]
+
+
 QUIET = {"rankdad-feedback": (16, 1e-6), "topk": (16, 1e-6), "dsgd-int8": (8, 1e-4), "powersgd": (40, 1e-2)}
 
 

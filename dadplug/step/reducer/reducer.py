@@ -442,7 +442,7 @@ class Reducer:
         for handler in self._handlers:
             handler.add_late()
         for unit in self._factored:
-            unit.sent_factors = ()
+            unit.sent_factors = None
 
     def _header(self, request: StepRequest) -> StepHeader:
         faults, check_finite = self._context.faults, self._context.options.check_finite

@@ -47,7 +47,8 @@ class FactorUnit(Unit):
         outside: whether the weight has been used outside of its layer in this step, or in a second derivative.
         sender: reference to what sends the factors, see `SentGradients`; None where nothing does.
         unformed: gradient of a `LowrankUnit` that is formed when it is compressed, as a factor; None for none.
-        sent_factors: factors that have been put into a bucket, where they are small; until the end of backward.
+        sent_factors: factors that have been put into a bucket; None where they are not held, since they are large, or
+            backward has ended.
         last_rows: rows of the layers' inputs in the last step in which there were any; of matrices where those are
             compressed.
     """
@@ -74,7 +75,7 @@ class FactorUnit(Unit):
         self._held: list[Factor] = []
         self._taken_keys: list[int] = []
         self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
-        self.sent_factors: Sequence[Factor] = ()
+        self.sent_factors: Sequence[Factor] | None = ()
         self._weights_then: set[tuple[int, int]] = set()  # version and address of the weight when gradients arrived
         self.placeholders = Placeholders(parameters, self)
         self.placed = self.placeholders.active
@@ -155,14 +156,15 @@ class FactorUnit(Unit):
     def _parts(self, name: str) -> list[Tensor]:
         """Form what the factors that are here add to a parameter's gradient."""
         left = self.sent and not self.void
-        here = [*self._peek(), *(self.sent_factors if left else ())]
+        here = [*self._peek(), *((self.sent_factors or ()) if left else ())]
         factors = stack_by_form([factor.to(self.lead.dtype) for factor in here])
         parts = [factor.gradient() if name == self.name else factor.bias_gradient() for factor in factors]
-        if left and not self.sent_factors and (sender := self.sender()) is not None:
+        if left and self.sent_factors is None and (sender := self.sender()) is not None:
             parts += sender.sent_gradient(self, name)
         return parts
 
     def own_gradient(self, name: str) -> Tensor:
+        self.drop_cleared()  # what is formed below adds to what is left
         self._check_here(name)
         self.form_gradients()
         self.dense = self.changed = True
@@ -170,14 +172,14 @@ class FactorUnit(Unit):
         return self.placeholders.add(name, torch.zeros_like(self.parameters[name])) if own is None else own
 
     def may_change(self) -> bool:
-        return not self.sent or self.void or bool(self.sent_factors)
+        return not self.sent or self.void or self.sent_factors is not None
 
     def reclaim(self) -> bool:
         """Take the factors back that have been put into a bucket, if they are still held; return whether they are.
 
         The other sites drop the payload, and get the factors of the end of the step.
         """
-        if not self.sent_factors:
+        if self.sent_factors is None:
             return False
         self._held = [*self.sent_factors, *self._held]
         self.sent_factors = ()
@@ -335,6 +337,7 @@ class FactorUnit(Unit):
             else:
                 self._form(factor)
                 self.dense = True
+        self._hold_sent_alone(factors, [factor for factor in factors if factor.form == self.form])
         return fitting
 
     def _collect(self, sends: bool = False) -> list[Factor]:
@@ -357,8 +360,13 @@ class FactorUnit(Unit):
                 factors[place] = factor.to(dtype)
             room -= factor.activations.numel() + factor.deltas.numel()
         if sends:
-            self.sent_factors = factors if room >= 0 else ()
+            self.sent_factors = factors if room >= 0 else None
         return factors
+
+    def _hold_sent_alone(self, taken: Sequence[Factor], sent: Sequence[Factor]) -> None:
+        """Hold no factors as sent that have been taken and formed; they are in ``.grad`` already."""
+        if self.sent_factors is not None and len(sent) < len(taken):
+            self.sent_factors = sent
 
     def take_held(self) -> list[Factor]:
         """Return the factors that have arrived, in the weight's type, and hold them no longer."""
@@ -378,10 +386,10 @@ class FactorUnit(Unit):
             owned: addresses of memory that the user owns.
         """
         fed = any(map(_FED, self.layers))
-        for factor in self.sent_factors:
+        for factor in self.sent_factors or ():
             if fed or factor.activations.untyped_storage().data_ptr() in owned:
-                own = (replace(each, activations=each.activations.clone()) for each in self.sent_factors)
-                self.sent_factors = [*own]
+                sent = self.sent_factors or ()
+                self.sent_factors = [replace(each, activations=each.activations.clone()) for each in sent]
                 return
 
     def keep(self, owned: Container[int] = ()) -> None:
@@ -540,7 +548,7 @@ class LowrankUnit(FactorUnit):
         """Return what `take` does, or a factor with `Factor.write`, where the gradient has not been formed yet."""
         if self.unformed is None or self._held:
             return self.take()
-        factor, self.unformed = self.unformed, None
+        factor, self.unformed, self.sent_factors = self.unformed, None, None
         self.last_rows = factor.rows or self.last_rows
         return factor
 
@@ -645,6 +653,7 @@ class ChainedUnit(FactorUnit):
         for factor in stack_by_form(others):
             self._form(factor)
             self.dense = True
+        self._hold_sent_alone([*fitting, *others], fitting)
         if not fitting:
             return None
         activations = torch.cat([factor.activations for factor in fitting]) if fitting[1:] else fitting[0].activations
