@@ -38,7 +38,8 @@ from ..step.model_sync import sameness
 from ..step.model_sync.buffers import write_agreed
 from ..step.model_sync.private import is_of_site
 from ..support.logs import get_logger
-from .agreement import Agreement, Fragment, delta_format, divide, is_finite
+from .agreed_model import is_finite
+from .agreement import Agreement, Fragment, delta_format, divide
 from .delta_format import describe_spoilt
 from .header import Header, fingerprint, read_headers
 from .options import LocalOptions

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo, for any PyTorch training loop: the formulas are in `dadplug.local_steps.agreement`."""
+"""Local SGD and DiLoCo, for any PyTorch training loop: the formulas are in `agreed_model` and `agreement` beside it."""
 
 from __future__ import annotations
 

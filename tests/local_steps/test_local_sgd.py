@@ -25,7 +25,8 @@ from local_reference import (
 from torch import nn
 
 from dadplug import LocalSGD, MismatchError, NonFiniteError, SiteError
-from dadplug.local_steps.agreement import AgreedModel, Agreement, DeltaFormat, SparseFormat
+from dadplug.local_steps.agreed_model import AgreedModel
+from dadplug.local_steps.agreement import Agreement, DeltaFormat, SparseFormat
 
 
 def normalised_model(site: int) -> nn.Sequential:
