@@ -271,6 +271,20 @@ def wait_together(
             connection.release()
 
 
+def have_arrived(messages: Sequence[Message]) -> bool:
+    """Read what has arrived, unless another thread does; return at once whether all messages are done.
+
+    Args:
+        messages: the messages, of any connections.
+    """
+    for connection in {message.connection for message in messages if not message.done}:
+        if connection.lead():
+            while connection.read():
+                pass
+            connection.release()
+    return all(message.done for message in messages)
+
+
 class _EarlyMessage:
     """Message that has arrived, in full or in part, before it was expected.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import MismatchError
 from .calls import ASK_SECONDS, BegunExchanges, Wait, own_place, tagged, untagged
 from .codec import MAX_BYTES, gather_objects
-from .framing import Message, PeerSockets, bytes_of, wait_together
+from .framing import Message, PeerSockets, bytes_of, have_arrived, wait_together
 from .handshake import Deadline, connect_sockets
 from .status import PeerNames
 from .traffic import Traffic
@@ -307,6 +307,10 @@ class PairwiseExchange(Gather, AllToAll):
                 except RuntimeError as error:
                     raise transport.lost(error, peer) from None
 
+    def has_arrived(self) -> bool:
+        messages = [work for work, _ in self._works if isinstance(work, Message)]
+        return len(messages) == len(self._works) and have_arrived(messages)
+
     def wait(self) -> list[Tensor]:
         self._transport.wait_all(self._works)
         return self._received
@@ -381,6 +385,9 @@ class CollectiveGather(Gather):
         self._work = dist.all_gather_into_tensor(
             self._gathered, self._padded, group=self._transport.group, async_op=True
         )
+
+    def has_arrived(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> list[Tensor]:
         if self._work is not None:

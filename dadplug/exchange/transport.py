@@ -164,6 +164,10 @@ class Exchange(ABC):
     def launch(self) -> None:
         """Start to send this site's payloads; return at once."""
 
+    def has_arrived(self) -> bool:
+        """Return at once whether `wait` has nothing to wait for; False where that is not known."""
+        return False
+
     @abstractmethod
     def wait(self) -> list[Tensor]:
         """Wait for what all sites have sent to this one.

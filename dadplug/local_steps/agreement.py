@@ -30,6 +30,7 @@ from ..step.model_sync import sameness
 from ..step.model_sync.buffers import MovingBuffers
 from ..step.model_sync.samples import warn_of_unequal
 from .agreed_model import AgreedModel, is_finite
+from .delay import DelayChoice
 from .delta_format import DeltaCheck, DeltaFormat, SparseFormat, describe_spoilt
 from .header import Header, fingerprint, read_headers, shares_of
 from .options import DEFAULT_DECAY, LocalOptions
@@ -82,6 +83,10 @@ class Fragment:
             fixed: the rate of all of them; None where the format chooses it.
         """
         return {name: self.form.rate_of(name) if fixed is None else fixed for name in names}
+
+    def has_arrived(self) -> bool:
+        """Return whether the payloads of all sites have arrived, as far as that is known."""
+        return all(gather.has_arrived() for gather in self.gathers.values())
 
     def receive(self) -> dict[torch.dtype, list[Tensor]]:
         """Wait for the payloads of all sites."""
@@ -156,6 +161,7 @@ class Agreement:
     Attributes:
         count: number of agreements so far.
         agreed: the agreed model.
+        delay: the delay of its deltas.
         first_batch: gets the inputs of the first step, which the sites compare in the first agreement.
     """
 
@@ -163,6 +169,7 @@ class Agreement:
         self.count = 0
         self.first_batch = sameness.FirstBatch()
         self.agreed = AgreedModel(options.outer_momentum)
+        self.delay = DelayChoice(options)
         self._model, self._options, self._transport = model, options, transport
         self._fragments = [Fragment(delta_format(options, transport)) for _ in range(options.fragments)]
         self._check = DeltaCheck(transport, options.interval(0))
@@ -229,7 +236,7 @@ class Agreement:
         in_transit = None
         if headers is None or any(each.weight for each in headers):
             in_transit = self._launch(fragment, header, headers, deltas)
-            delay = self._options.delay_at(step)
+            delay = self.delay.at(step)
             self._due = None if delay is None else step + delay
         if headers is None:
             headers = self._receive_headers() if finished else [header]
@@ -252,7 +259,8 @@ class Agreement:
         setting = fragment.form.begin_round(self.count // len(self._fragments))
         layout = fingerprint(deltas, setting)
         changed = self._averages_buffers(fragment) and bool(self._buffers.changed())
-        header = Header(step, fragment.weight, layout, finished, nonfinite, changed, *self._first())
+        first = *self._first(), self.delay.travel
+        header = Header(step, fragment.weight, layout, finished, nonfinite, changed, *first)
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
         return header
@@ -267,7 +275,7 @@ class Agreement:
         They are read at once where the next exchanges depend on them: with a new layout, and for means of buffers.
         """
         options = self._options
-        apart = options.overlap and (options.delay_at(header.step) is not None or options.fragments > 1)
+        apart = options.overlap and (self.delay.at(header.step) is not None or options.fragments > 1)
         averages = self._averages_buffers(fragment) and bool(self._buffers.known())
         return apart and header.layout == fragment.layout and not averages
 
@@ -396,6 +404,7 @@ class Agreement:
             fragment.launch()
 
         self._transit = _Transit(fragment, header.layout, headers)
+        self.delay.launch()
         if overlap and apart and not self._transport.rounds.elastic:
             beside = ThreadPoolExecutor(1, "dadplug-round")
             self._transit.sending = beside.submit(send)
@@ -446,6 +455,13 @@ class Agreement:
             self._complete(keep=True)
         return False
 
+    def has_arrived(self) -> bool:
+        """Return whether what is in transit has arrived, as far as that is known."""
+        transit = self._transit
+        if transit is None or (transit.sending is not None and not transit.sending.done()):
+            return False
+        return self._headers.has_arrived() and transit.fragment.has_arrived()
+
     def _complete(self, keep: bool) -> None:
         """Wait for deltas that are in transit, and take the outer step.
 
@@ -457,6 +473,7 @@ class Agreement:
         if transit is None:
             return
         assert transit.headers is not None
+        self.delay.follow(transit.headers)
         self.agreed.drop_untrained(self._model, ())
         if transit.means is not None and keep:
             self.agreed.move_and_keep(self._model, transit.means, transit.rates)
@@ -469,8 +486,8 @@ class Agreement:
         """Wait for what is in transit, and return it."""
         transit = self._transit
         if transit is not None and not transit.arrived:
-            headers = self._receive_headers()
-            payloads = transit.fragment.receive()
+            with self.delay.receiving():
+                headers, payloads = self._receive_headers(), transit.fragment.receive()
             if any(header.weight for header in headers) and all(header.nonfinite < 0 for header in headers):
                 shares = shares_of(headers)
                 transit.means = transit.fragment.form.decode(payloads, shares)
@@ -502,6 +519,7 @@ class Agreement:
             ],
             "arrived": None if transit is None else self._state_of(transit),
             "due": self._due,
+            "chosen": self.delay.steps,
             "buffers": self._buffers.names,
         }
 
@@ -523,8 +541,10 @@ class Agreement:
                 f"fragments={len(self._fragments)}: set it as it was"
             )
         of_parts = Sequence[Mapping[str, Any]]
-        check_kinds(state, {"count": int, "due": int | None, "buffers": Sequence[str], "fragments": of_parts})
+        kinds = {"count": int, "due": int | None, "chosen": int | None, "buffers": Sequence[str]}
+        check_kinds(state, kinds | {"fragments": of_parts})
         self._receive()
+        self.delay.load(state.get("chosen"))  # states of 0.4 have none
         self.count = state["count"]
         self.agreed.load_state_dict(state["agreed"], self._model)
         for fragment, own in zip(self._fragments, state["fragments"], strict=True):
@@ -535,8 +555,8 @@ class Agreement:
             fragment.form.load_state_dict(own["format"])
         self._transit, self._due = None, state["due"]
         if (arrived := state["arrived"]) is not None:
-            kinds = {"headers": Sequence[Sequence[int]], "rates": Mapping[str, float], "settled": bool}
-            check_kinds(arrived, kinds | {"means": Mapping[str, Tensor] | None})
+            of_arrived = {"headers": Sequence[Sequence[int]], "rates": Mapping[str, float], "settled": bool}
+            check_kinds(arrived, of_arrived | {"means": Mapping[str, Tensor] | None})
             headers = [Header(*row) for row in arrived["headers"]]
             self._transit = _Transit(self._fragments[arrived["fragment"]], 0, headers)
             self._transit.arrived, self._transit.is_settled = True, arrived["settled"]

@@ -120,9 +120,6 @@ class DeltaFormat:
         """
         return ""
 
-    def choose(self, deltas: Mapping[str, Tensor], transport: Transport) -> None:
-        """Do nothing: options say how each delta is sent."""
-
     def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
         """Lay out the payloads for a set of tensors.
 
@@ -329,9 +326,6 @@ class SparseFormat:
         """
         self._present = self._density(number)
         return f"density {self._present!r}"
-
-    def choose(self, deltas: Mapping[str, Tensor], transport: Transport) -> None:
-        """Do nothing: all deltas are sparse."""
 
     def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
         """Lay out the payload for a set of tensors, as `DeltaFormat.layout` does."""

@@ -47,6 +47,7 @@ from .options import LocalOptions
 _log = get_logger(__name__)
 _PLAN = {
     "count": int,
+    "chosen": int | None,
     "agreed": dict[str, Any],
     "buffers": list[str],
     "contributions": list[dict[int, int]],
@@ -153,7 +154,7 @@ class ElasticAgreement(Agreement):
         self.spoilt, self.admits = False, True
         self._is_alone = False  # since the hub is away
         self._offered: DeltaContribution | None = None
-        self._delay = options.delay_at(0)
+        self._delay = self.delay.at(0)
         self._planned: tuple[Any, ...] = ()
         self._layout = 0  # of the headers: fingerprint of what is planned
         self._of_buffers: list[Gather] = []
@@ -178,7 +179,7 @@ class ElasticAgreement(Agreement):
         """Return the tensors of the agreed model, by name, and what a site that joins needs besides."""
         plan = {"count": self.count, "agreed": self.agreed.donate(self._model), "buffers": self._buffers.names}
         plan |= {"contributions": [dict(each) for each in self._counted], "last": dict(self._last)}
-        plan |= {"fragments": [[*each.names] for each in self._fragments]}
+        plan |= {"fragments": [[*each.names] for each in self._fragments], "chosen": self.delay.steps}
         return self.as_of_model(), plan
 
     def adopt(self, plan: Mapping[str, Any], step: int) -> None:
@@ -197,6 +198,7 @@ class ElasticAgreement(Agreement):
         if not (plain and known and len(names) == len(counted) == len(self._fragments)):
             raise ValueError("the agreements are not of this model and these options")
         self.count = plan["count"]
+        self.delay.load(plan["chosen"])
         self.first_batch.take()
         self.agreed.adopt(plan["agreed"], self._model)
         self._buffers.load(plan["buffers"])
@@ -266,7 +268,8 @@ class ElasticAgreement(Agreement):
         self.count += 1
         transport.rounds.end_step()  # what is sent from now on belongs to the next round
         last = max(header.step for header in headers.values())
-        self._delay = options.delay_at(last)
+        self.delay.follow(headers.values())
+        self._delay = self.delay.at(last)
         if options.overlap and (self._delay is None or self._delay >= options.part_of_interval(last, self.count)):
             self._offer()
         if not any(each.weight for each in self._fragments) and not (self._offered and self._offered.weight):
@@ -323,6 +326,10 @@ class ElasticAgreement(Agreement):
         assert self._offered is not None
         self._offered = self._offered._replace(position=self._transport.rounds.position)
         self._fragment.launch()
+        self.delay.launch()
+
+    def has_arrived(self) -> bool:
+        return self._offered is not None and self._fragment.has_arrived()
 
     def _plan(self) -> None:
         """Prepare the gathers, if parameters, buffers or sites have come or gone."""
@@ -351,14 +358,16 @@ class ElasticAgreement(Agreement):
         assert offered is not None
         averages = self._averages_buffers(self._fragment)
         changed = averages and bool(self._buffers.changed())
-        header = Header(step, offered.weight, self._layout, finished, nonfinite, changed, *self._first())
+        first = *self._first(), self.delay.travel
+        header = Header(step, offered.weight, self._layout, finished, nonfinite, changed, *first)
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
         if averages:
             for gather, (flat, _) in zip(self._of_buffers, sameness.flattened(self._buffers.known()), strict=True):
                 gather.payload.copy_(flat.view(torch.uint8))
                 gather.launch()
-        transport.rounds.close(self.admits, idle=not offered.weight)
+        with self.delay.receiving():
+            transport.rounds.close(self.admits, idle=not offered.weight)
         uniform = self._options.weighting == "uniform"
         headers = read_headers(self._headers.wait(), transport, len(self.agreed.values), uniform)
         if not headers:

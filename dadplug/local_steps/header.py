@@ -26,6 +26,7 @@ class Header(NamedTuple):
         changes: 1 if buffers have changed that the site has not announced yet, else 0.
         batch: digest of its first batch, in the first agreement; 0 for none.
         samples: samples of that; 0 where they are not known.
+        travel: hundredths of its steps in which deltas have arrived; 0 if not measured, see `DelayChoice`.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Header(NamedTuple):
     changes: int
     batch: int
     samples: int = 0  # states of 0.3 have none
+    travel: int = 0  # nor those of 0.4
 
     @classmethod
     def read(cls, row: Tensor, sender: str, parameters: int, most: int = COUNT) -> Header:
@@ -63,6 +65,7 @@ _RANGES = {
     "changes": (0, 1),
     "batch": (0, NUMBER),
     "samples": (0, COUNT),
+    "travel": (0, COUNT),
 }
 
 

@@ -250,6 +250,14 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         return dict(agreement.contributions) if isinstance(agreement, ElasticAgreement) else {}
 
     @property
+    def delay(self) -> int | None:
+        """Steps after which deltas that are sent now are applied; None: at the next agreement, or at once.
+
+        Unless the option ``delay`` gives it, that of sparse deltas follows the time in which they arrive.
+        """
+        return self._agreement.delay.at(self.steps)
+
+    @property
     def pending(self) -> bool:
         """Whether gradients wait for other sites: never."""
         return False
@@ -470,6 +478,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             if not counted:
                 self._count_active(True)
         self._round.end_step()
+        self._agreement.delay.end_step(self._agreement.has_arrived)
         due = self.steps >= self._next if self.local_options.round_seconds is None else self._round.over
         if due and (finished or self._in_trainer or not self._agreement.postpones()):
             self._agree(finished)

@@ -25,8 +25,6 @@ SPARSE_WIRE = "int2"
 DEFAULT_DECAY = 0.95
 """Factor on the memory of sparse deltas in each round."""
 
-_PARTS_OF_ROUND = 4  # of which sparse deltas travel in one
-
 
 def _check_density(name: str, value: Any) -> None:
     """Raise ValueError if a value is no density."""
@@ -86,8 +84,8 @@ class LocalOptions(OptionSet):
     overlap: bool = option(True, "send deltas while the next local steps run, and correct one round later")
     delay: int | None = option(
         None,
-        "with overlap: steps after which a round is applied; None: at the next agreement, with density after a quarter "
-        "of the round",
+        "with overlap: steps after which a round is applied; None: at the next agreement, with density as soon as it "
+        "has arrived, about",
         whole_number(1, "or None", lambda value: value is None),
         kind=int,
     )
@@ -252,21 +250,6 @@ class LocalOptions(OptionSet):
                 "after a step of its own: set fragments to the number of steps at most"
             )
         return steps
-
-    def delay_at(self, step: int) -> int | None:
-        """Return the number of steps after which what is sent at a step is applied; None: at the next agreement.
-
-        Sparse deltas need no more than a part of a round to travel, and train worse if a whole round passes.
-
-        Args:
-            step: number of steps so far.
-
-        Raises:
-            ValueError: as `interval`.
-        """
-        if self.delay is not None or self.density is None or self.round_seconds is not None:
-            return self.delay
-        return max(1, self.interval(step) // _PARTS_OF_ROUND) if self.overlap else None
 
     def part_of_interval(self, step: int, number: int) -> int:
         """Return the number of steps from a step to the next agreement, which may be one on a fragment.

@@ -206,7 +206,7 @@ class Record:
             "contributions": local.contributions,
             "values": values["values"].tolist() if "values" in values else [],
         }
-        line |= {"own": local._agreement.own_buffers}
+        line |= {"own": local._agreement.own_buffers, "delay": local.delay}
         line |= {"buffers": sums(local.model.buffers()), "here": local.site_rank in local.present_sites}
         self.write(**line, time=time.monotonic())
 
@@ -370,8 +370,8 @@ def check(fleet: Any, names: str, fragments: int = 1) -> dict[int, dict]:
     for name in names:
         for number, line in fleet.lines(name).items():
             known = every.setdefault(number, line)
-            same = ["agreed", "present", "step"] if line["here"] and known["here"] else ["agreed"]
-            if len(same) > 1 and number % fragments == 0:
+            same = ["agreed", "delay", "present", "step"] if line["here"] and known["here"] else ["agreed", "delay"]
+            if len(same) > 2 and number % fragments == 0:
                 same.append("buffers")
             for what in same:
                 assert line[what] == known[what], (name, number, what, fleet.state())

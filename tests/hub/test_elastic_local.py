@@ -95,6 +95,14 @@ def test_a_killed_site_costs_its_part_and_returns(tmp_path, how, leave, options)
         assert joined[1]["schedule"] == joined[1]["joined"]
 
 
+def test_a_site_that_returns_has_the_chosen_delay(tmp_path):
+    """`check` compares the delays of all sites after each agreement; all have chosen less than a quarter."""
+    options = {"every": 16, "overlap": True, "density": 0.5, "wire": "int2"}
+    with sites_of(tmp_path, "abc", options, pause=0.01) as fleet:
+        every = returns(fleet, {"leave": 70})
+    assert every[1]["delay"] == 4 > every[max(every)]["delay"]
+
+
 def counts(fleet: Fleet, names: str, every: dict[int, dict], lost: dict[str, int] | None = None) -> None:
     """Check that each batch of the sites is part of the agreed model once, by the model's own elements.
 

@@ -34,21 +34,19 @@ WHOLE = [
     {"every": widening, "overlap": False},
     SPARSE | {"outer_lr": 1.5},
     SPARSE | {"memory_decay": 0.5, "weighting": "uniform"},
-    SPARSE | {"overlap": True, "density": thinning},
+    SPARSE | {"overlap": True, "density": thinning, "delay": 1},
 ]
 CASES = [
     {"fragments": 2, "every": 4},
     {"fragments": 3, "every": 7, "delay": 1},
     {"fragments": 2, "every": 6, "delay": 2, "outer_lr": 0.7, "outer_momentum": 0.9},
-    {"fragments": 3, "every": 3, "outer_lr": 1.5, "density": 0.1, "wire": "int2"},
+    {"fragments": 3, "every": 3, "delay": 1, "outer_lr": 1.5, "density": 0.1, "wire": "int2"},
     {"fragments": 2, "every": 5, "delay": 1, "density": 0.05, "wire": "int2"},
-    {"fragments": 2, "every": 8, "density": 0.05, "wire": "int2"},  # a delay of two steps
+    {"fragments": 2, "every": 8, "delay": 2, "density": 0.05, "wire": "int2"},
 ]
 
 
 def simulation_of(options: dict, count: int = 2) -> Simulation:
-    if "density" in options and "delay" not in options:
-        options = options | {"delay": max(1, options["every"] // 4)}
     return Simulation(count, **{name: each for name, each in options.items() if name not in ("wire", "fused")})
 
 
@@ -156,7 +154,7 @@ def test_no_step_waits_for_a_site_that_is_late(tmp_path: Path, options: dict, pa
 @support.at_sites(2)
 def test_a_round_with_nan_is_discarded_on_all_sites_at_one_step() -> None:
     site = dist.get_rank()
-    for options in ({"every": 4, "delay": 2}, {"every": 8, "fragments": 2, "density": 0.1, "wire": "int2"}):
+    for options in ({"every": 4, "delay": 2}, {"every": 8, "fragments": 2, "delay": 2, "density": 0.1, "wire": "int2"}):
         local = local_steps(0, dtype=torch.float32, **options)
         train(local, range(11), site)
         if site == 1:

@@ -134,7 +134,7 @@ def test_steps_that_are_not_to_be_fused_are_ordinary_after_the_warm_up():
 def test_a_run_resumes_on_the_same_curve_to_the_bit(sites, stop):
     sites(2).run(resumes, {"rank": 2, "wire": "int8", "outer_lr": 0.7, "outer_momentum": 0.9}, stop)
     sites(2).run(resumes, {"overlap": False, "warm_up": 5, "warm_up_mode": "rankdad", "wire": "bf16"}, stop)
-    sites(2).run(resumes, {"density": 0.1, "wire": "int2", "delay": 3 if stop == 6 else None, "fused": True}, stop)
+    sites(2).run(resumes, {"density": 0.1, "wire": "int2", "delay": 3 if stop == 6 else 1, "fused": True}, stop)
 
 
 @support.at_sites(2)

@@ -444,6 +444,13 @@ class HubConnection(ABC):
             self.fail(SiteError(f"{self.hub} does not speak the protocol of this version: {error}"))
         self._flush_or_disconnect()  # an acknowledgement
 
+    def has_delivered(self) -> bool:
+        """Send and receive what is possible at the moment; return whether the hub has received all that was sent."""
+        with self.lock:
+            self.transfer()
+            connection, unsent = self._connection, self._frames.blocked or self._frames.queue.unsent_bytes
+            return connection is not None and not unsent and connection.has_delivered
+
     def _complete(self, head: Head, body: memoryview) -> None:
         if head.kind is Kind.CONTROL:
             self.control(read_control(bytes(body), self.world_size))

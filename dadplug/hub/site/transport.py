@@ -397,6 +397,9 @@ class HubExchange(Exchange):
         self.post()
         self._send()
 
+    def has_arrived(self) -> bool:
+        return self._transport.link.has_delivered() and all(message.done for message in self._incoming)
+
     def wait(self) -> list[Tensor]:
         if self._incoming:
             with self._transport.traffic.waiting():
