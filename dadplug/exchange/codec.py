@@ -23,7 +23,7 @@ from ..errors import DamagedError, escaped
 from ..support.registry import Registry
 from .restrictions import OBJECTS, declared
 
-SITES_VERSION = 16
+SITES_VERSION = 17
 """Version of what sites exchange with one another.
 
 It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of

@@ -26,7 +26,7 @@ from ..hooks import Factor, stack_by_form
 from ..options import Options
 from ..step.fused.products import GradientProduct
 from ..step.methods import Method, decode, decode_bias, feedback, is_product
-from ..step.model_sync.batchnorm import SyncedForward, batch_norms
+from ..step.model_sync.batchnorm import SyncedForward, add_up, batch_norms, merge_statistics
 from ..step.model_sync.private import private_parameters, whole_of
 from ..step.model_sync.samples import SampleCounter, warn_of_unequal
 from ..step.model_sync.structure import ModelStructure
@@ -239,19 +239,18 @@ class _KnownSums:
         others: statistics of other sites.
     """
 
-    own_row = 0
-
     def __init__(self, record: Callable[[bool, Tensor], None], others: list[Tensor]) -> None:
         self._record = record
         self._others = others
 
     def of_forward(self, values: Tensor) -> Tensor:
         self._record(True, values)
-        return torch.stack([values, *(each[: len(values)].to(values) for each in self._others)])
+        return merge_statistics([values, *(each[: len(values)].to(values) for each in self._others)])
 
-    def of_backward(self, values: Tensor) -> Tensor:
+    def of_backward(self, values: Tensor, weight: float) -> Tensor:
         self._record(False, values)
-        return torch.stack([values, *(each[-len(values) :].to(values) for each in self._others)])
+        size = len(values)
+        return add_up([values * weight, *(each[-size:].to(values) * each[size + 1] for each in self._others)])
 
 
 # Gradients

@@ -1,6 +1,8 @@
 """Synchronised batch normalisations whose classes have forwards of their own, as timm's."""
 
 import copy
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import support
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dadplug
-from dadplug.step.model_sync.batchnorm import SyncedForward, batch_norms
+from dadplug.step.model_sync.batchnorm import SyncedBatchNorms, SyncedForward, batch_norms, merge_statistics
 
 
 class Activated(nn.BatchNorm2d):
@@ -83,12 +85,11 @@ class Kept(nn.BatchNorm2d):
 class OneSite:
     """Sums over the rows of one site."""
 
-    own_row = 0
-
     def of_forward(self, values: Tensor) -> Tensor:
-        return values[None]
+        return merge_statistics([values])
 
-    of_backward = of_forward
+    def of_backward(self, values: Tensor, weight: float) -> Tensor:
+        return values * weight
 
 
 LAYERS = {
@@ -163,6 +164,82 @@ def test_layers_with_forwards_of_their_own_train_as_in_one_process() -> None:
         F.cross_entropy(reference(inputs), targets).backward()
         torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
         torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
+def far_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return 9 rows whose means are 10,000 times as large as their spread."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(9, 5, generator=generator, dtype=torch.float64)
+    return inputs + 1e4, torch.randn(9, 2, generator=generator, dtype=torch.float64)
+
+
+def normalised() -> nn.Sequential:
+    """Return a model with fewer channels than sites in its last layer."""
+    torch.manual_seed(0)
+    sizes, layers = (5, 6, 400, 2), list[nn.Module]()
+    for width, after in pairwise(sizes):
+        layers += [nn.Linear(width, after), nn.BatchNorm1d(after)]
+    return nn.Sequential(*layers)
+
+
+def trains(at_owners: bool | None, dtype: torch.dtype) -> tuple[list[Tensor], int]:
+    """Train at sites with 4, 3 and 2 rows, of which the last one is idle at last.
+
+    Args:
+        at_owners: whether owners merge; None to let the sites measure.
+        dtype: type of the model; gradients in double precision are compared with those of one process.
+
+    Returns:
+        Gradients and statistics, and the bytes sent.
+    """
+    site, reference = dist.get_rank(), normalised().double()
+    model, found = normalised().to(dtype), list[Tensor]()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if at_owners is not None:
+            monkeypatch.setattr(SyncedBatchNorms, "_owners_are_sooner", lambda *_: at_owners)
+        reduction = dadplug.GradientReduction(model, mode="dsgd", sync_batchnorm=True, weighting="samples")
+        for step in range(3):
+            inputs, targets = (each[: 7 if step == 2 else 9] for each in far_batch(step))
+            mine = slice(*((0, 4), (4, 7), (7, 9))[site])
+            model.zero_grad(), reference.zero_grad()
+            if len(inputs[mine]):
+                F.mse_loss(model(inputs[mine].to(dtype)), targets[mine].to(dtype)).backward()
+                reduction.synchronize()
+            else:
+                reduction.idle()
+            F.mse_loss(reference(inputs), targets).backward()
+            found += [each.grad.clone() for each in model.parameters()]
+            for one, other in zip(model.parameters(), reference.parameters()):
+                assert dtype == torch.float32 or torch.allclose(one.grad, other.grad, rtol=1e-6, atol=1e-6), step
+            if step < 2:
+                found += [each.clone() for each in model.buffers()]
+                near = 5e-3 if dtype == torch.float32 else 1e-9
+                for one, other in zip(model.buffers(), reference.buffers()):
+                    torch.testing.assert_close(one.double(), other.double(), rtol=near, atol=near)
+        reduction.detach()
+    return found, reduction.traffic.bytes_in_steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@support.at_sites(3)
+def test_owners_of_channels_merge_to_the_same_bits_with_fewer_bytes(dtype: torch.dtype) -> None:
+    (every, most), (owned, least), (measured, _) = (trains(way, dtype) for way in (False, True, None))
+    for one, two, three in zip(every, owned, measured, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+    own = (2 + 134 + 1, 2 + 133 + 1, 2 + 133 + 0)[dist.get_rank()]  # channels of all layers
+    assert most - least == 3 * dtype.itemsize * (4 * (6 + 400 + 2 - own) - 3 * 2)
+
+
+def test_owners_merge_where_the_bytes_that_they_save_take_longer_than_a_message() -> None:
+    direct = SimpleNamespace(has_all_to_all=True, copies=7, ring=1.75, rank=0)
+    norms = SyncedBatchNorms(nn.BatchNorm1d(4), direct, None)
+    norms._link = 1e-3, 1e-6
+    assert [norms._owners_are_sooner(nbytes) for nbytes in (520, 4104)] == [False, True]
+    for other in ({"has_all_to_all": False}, {"copies": 1, "ring": 1.0}):
+        norms._transport = SimpleNamespace(**vars(direct) | other)
+        assert not norms._owners_are_sooner(4104)
+    norms.detach()
 
 
 def patched() -> nn.BatchNorm2d:

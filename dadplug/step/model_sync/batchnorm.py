@@ -1,11 +1,18 @@
 """Batch normalisation by the statistics of all sites' rows, forward and backward, on CPU and GPU.
 
 torch.nn.SyncBatchNorm does this on GPUs only, and with every site weighing the same.
+
+From three sites on each site can merge a part of the channels for all others: it gets their statistics of these, and
+sends all sites the result. Of a vector of V bytes a site of n then sends 2 (n - 1) / n V in two messages, where each
+site sends (n - 1) V in one if it merges all channels itself. Both ways add in the order of ranks, and have the same
+bits, so that sites may choose by the time that they have measured. Sums around a shift, for an all-reduce, would lose
+bits where a mean is large beside its spread, and an all-reduce takes 2 (n - 1) messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import torch
@@ -15,26 +22,100 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from ...exchange import Gather, Transport
+from ...exchange.fields import checked
 from ...hooks import ForwardOverride, being_exported, eager
+from ..planning.merging import gather_seconds
 from .samples import SampleCounter
 
 _END, _NO_BATCH, _BATCH = 0, 1, 2  # announcements of a site: the end of its step, or a micro-batch without or with data
+_PROBE = 4_096  # elements of the messages by which the link is measured
 
 
 class RowSums(Protocol):
-    """Sums over rows of a layer's inputs and deltas, at the sites that a batch is normalised with.
-
-    Attributes:
-        own_row: row of this site in what both methods return.
-    """
-
-    own_row: int
+    """Sums over rows of a layer's inputs and deltas, over the sites that a batch is normalised with."""
 
     def of_forward(self, values: Tensor) -> Tensor:
-        """Return this vector of mean, sums of squares, number of rows and weight, and those of other sites, as rows."""
+        """Merge this vector of mean, sums of squares, number of rows and weight with those of other sites.
 
-    def of_backward(self, values: Tensor) -> Tensor:
-        """Return this vector of sums of deltas, and those of the same sites as in the forward pass, as rows."""
+        Returns:
+            Mean, sums of squares and number of rows, see `merge_statistics`.
+        """
+
+    def of_backward(self, values: Tensor, weight: float) -> Tensor:
+        """Return the sum of this vector of sums of deltas and those of the same sites, times the sites' weights.
+
+        Args:
+            values: the vector.
+            weight: weight of this site.
+        """
+
+
+Merge = Callable[[Iterable[Tensor]], Tensor]
+"""Function that merges a vector of each site, in the order of ranks."""
+
+add_up: Merge = partial(reduce, torch.add)
+"""Returns the sum of vectors."""
+
+_Kind = tuple[int, torch.dtype, Merge]
+
+
+def merge_statistics(rows: Iterable[Tensor]) -> Tensor:
+    """Merge the statistics of sites.
+
+    Args:
+        rows: of each site a vector of mean, sums of squares around it, number of rows and weight.
+
+    Returns:
+        A vector of mean, sums of squares around it and number of rows.
+    """
+    matrix = torch.stack([*rows])
+    width = matrix.shape[1] // 2 - 1
+    means, squares, counts = matrix[:, :width], matrix[:, width:-2], matrix[:, -2:-1]
+    count = add_up(counts)
+    mean = add_up(means * counts) / count
+    return torch.cat([mean, add_up(squares + counts * (means - mean).square()), count])  # Chan et al., no cancellation
+
+
+def _at_all_sites(transport: Transport, size: int, dtype: torch.dtype, merge: Merge) -> Callable[[Tensor], Tensor]:
+    """Prepare an exchange in which every site merges all channels.
+
+    Args:
+        transport: the transport.
+        size: elements of a vector of a site.
+        dtype: their type.
+        merge: merges the vectors.
+
+    Returns:
+        A function of this site's vector that returns the merged one.
+    """
+    gather = transport.gather([size] * transport.world_size, dtype)
+
+    def exchange(values: Tensor) -> Tensor:
+        gather.payload.copy_(values)
+        gather.launch()
+        return merge(gather.wait())
+
+    return exchange
+
+
+def _at_owners(transport: Transport, size: int, dtype: torch.dtype, merge: Merge) -> Callable[[Tensor], Tensor]:
+    """Prepare an exchange in which each site merges a part of the channels, as `_at_all_sites` does."""
+    further = 2 * (merge is merge_statistics)  # numbers besides the two of each channel; half as many of the result
+    widths = [len(part) for part in torch.empty((size - further) // 2).tensor_split(transport.world_size)]
+    to_owners = transport.all_to_all([2 * width + further for width in widths], dtype)
+    of_owners = transport.gather([2 * width + further // 2 for width in widths], dtype)
+
+    def exchange(values: Tensor) -> Tensor:
+        channels, rest = values.split([size - further, further])
+        for part, payload in zip(channels.view(2, -1).split(widths, 1), to_owners.payloads, strict=True):
+            payload.copy_(torch.cat([part.reshape(-1), rest]))
+        to_owners.launch()
+        of_owners.payload.copy_(merge(to_owners.wait()))
+        of_owners.launch()
+        parts = [each.split([2 * width, further // 2]) for each, width in zip(of_owners.wait(), widths, strict=True)]
+        return torch.cat([torch.cat([each.view(2, -1) for each, _ in parts], 1).view(-1), parts[0][1]])
+
+    return exchange
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -76,28 +157,44 @@ class SyncedBatchNorms:
     ) -> None:
         self._announces = announces
         self._flags: Gather | None = None
-        self.own_row = transport.rank
         self._transport = transport
         self._samples = samples
-        self._kinds: list[tuple[int, torch.dtype]] = []  # sizes and types of the exchanges since the last step
-        self._last: list[tuple[int, torch.dtype]] = []  # those of the last step: a site without data takes part in them
-        self._gathers: dict[tuple[int, torch.dtype], Gather] = {}
+        self._kinds: list[_Kind] = []  # of the exchanges since the last step
+        self._last: list[_Kind] = []  # those of the last step: a site without data takes part in them
+        self._exchanges: dict[_Kind, Callable[[Tensor], Tensor]] = {}
+        self._link: tuple[float, float] | None = None  # once measured: seconds of a message, and for each byte of it
         self._forwards = [SyncedForward(layer, lambda: self, samples) for layer in batch_norms(model).values()]
 
     def of_forward(self, values: Tensor) -> Tensor:
-        """Gather a vector of shape (n,) from each site; return a matrix of shape (sites, n)."""
-        kind = (values.numel(), values.dtype)
+        return self._exchange(values, merge_statistics)
+
+    def of_backward(self, values: Tensor, weight: float) -> Tensor:
+        return self._exchange(values * weight, add_up)
+
+    def _exchange(self, values: Tensor, merge: Merge) -> Tensor:
+        """Merge a vector of each site."""
+        kind = values.numel(), values.dtype, merge
         if self._announces and not self._kinds:
             self._announce(_BATCH)
         self._kinds.append(kind)
-        if kind not in self._gathers:
-            self._gathers[kind] = self._transport.gather([kind[0]] * self._transport.world_size, kind[1])
-        gather = self._gathers[kind]
-        gather.payload.copy_(values)
-        gather.launch()
-        return torch.stack(gather.wait()).to(values.device)
+        if kind not in self._exchanges:
+            way = _at_owners if self._owners_are_sooner(values.nbytes) else _at_all_sites
+            self._exchanges[kind] = way(self._transport, *kind)
+        return self._exchanges[kind](values).to(values.device)
 
-    of_backward = of_forward
+    def _owners_are_sooner(self, nbytes: int) -> bool:
+        """Return whether a second message takes less time than the bytes that owners save; the same at all sites."""
+        transport = self._transport
+        if not transport.has_all_to_all or transport.copies <= transport.ring:  # as the hub passes on all that is sent
+            return False
+        if self._link is None:
+            with transport.traffic.apart():
+                latency, seconds = gather_seconds(transport, 4), gather_seconds(transport, _PROBE)
+                every = transport.gather_present((latency, (seconds - latency) / (4 * _PROBE)))
+            times = checked(every, tuple[float, float], "time of an exchange", transport).values()
+            self._link = max(each for each, _ in times), max(each for _, each in times)
+        latency, by_byte = self._link
+        return latency < by_byte * nbytes * (1 - transport.ring / transport.copies)
 
     def _announce(self, flag: int) -> set[int]:
         """Announce what this site does next; return what all sites do."""
@@ -140,8 +237,8 @@ class SyncedBatchNorms:
         """
         if first and not self._last and self._forwards:
             raise RuntimeError("with sync_batchnorm a site cannot be idle in the first step: give it a batch there")
-        for size, dtype in self._last:
-            self.of_forward(torch.zeros(size, dtype=dtype))
+        for size, dtype, merge in self._last:
+            self._exchange(torch.zeros(size, dtype=dtype), merge)
 
     @property
     def has_exchanged(self) -> bool:
@@ -212,13 +309,13 @@ class SyncedForward(ForwardOverride):
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
         self._trains, sums = True, self._sums()
-        mean, var, count, weights = self._statistics(input.detach(), sums)
+        mean, var, count, site_weight = self._statistics(input.detach(), sums)
         with torch.no_grad():
             if running_mean is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             if running_var is not None:
                 running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
-        normalised = _normalise(input, mean, torch.rsqrt(var + eps), count, weights, sums)
+        normalised = _normalise(input, mean, torch.rsqrt(var + eps), count, site_weight, sums)
         shape = [1, -1] + [1] * (input.dim() - 2)
         if weight is None:  # not the tensor that backward needs, which the model might change in place
             return normalised.clone() if bias is None else (normalised + bias.view(shape)).to(input.dtype)
@@ -227,8 +324,8 @@ class SyncedForward(ForwardOverride):
         return scaled.to(input.dtype)
 
     @torch.no_grad()
-    def _statistics(self, inputs: Tensor, sums: RowSums) -> tuple[Tensor, Tensor, float, Tensor]:
-        """Return mean, biased variance and number of rows over all sites, and the weight of each site."""
+    def _statistics(self, inputs: Tensor, sums: RowSums) -> tuple[Tensor, Tensor, float, float]:
+        """Return mean, biased variance and number of rows over all sites, and the weight of this site."""
         wide = inputs if inputs.dtype == torch.float64 else inputs.float()
         rows = inputs.numel() // inputs.shape[1]
         if rows:
@@ -236,15 +333,12 @@ class SyncedForward(ForwardOverride):
         else:
             var, mean = wide.new_zeros(2, inputs.shape[1])
         weight = 1.0 if self._samples is None else self._samples.weight_of_pass(inputs.shape[0])
-        every = sums.of_forward(torch.cat([mean, var * rows, mean.new_tensor([rows, weight])]))
-        width = mean.numel()
-        means, squares, counts, weights = every[:, :width], every[:, width : 2 * width], every[:, -2], every[:, -1]
-        count = float(counts.sum())
+        merged = sums.of_forward(torch.cat([mean, var * rows, mean.new_tensor([rows, weight])]))
+        count = float(merged[-1])
         if count <= 1:
             raise ValueError(f"expected more than one value per channel when training, over all sites got {count:g}")
-        mean = (means * counts[:, None]).sum(0) / count
-        spread = (squares + counts[:, None] * (means - mean).square()).sum(0)  # Chan et al., no cancellation
-        return mean, spread / count, count, weights
+        mean, spread = merged[:-1].view(2, -1)
+        return mean, spread / count, count, weight
 
 
 class _Replaced(TorchFunctionMode):
@@ -279,25 +373,23 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, mean: Tensor, invstd: Tensor, count: float, weights: Tensor, sums: RowSums
+        ctx: Any, inputs: Tensor, mean: Tensor, invstd: Tensor, count: float, weight: float, sums: RowSums
     ) -> Tensor:
         shape = [1, -1] + [1] * (inputs.dim() - 2)
         normalised = ((inputs - mean.view(shape)) * invstd.view(shape)).to(inputs.dtype)
-        ctx.save_for_backward(normalised, invstd, weights)
-        ctx.count = count
-        ctx.sums = sums
+        ctx.save_for_backward(normalised, invstd)
+        ctx.count, ctx.weight, ctx.sums = count, weight, sums
         return normalised
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
-        normalised, invstd, weights = ctx.saved_tensors
+        normalised, invstd = ctx.saved_tensors
         sums: RowSums = ctx.sums
         dims = _all_but_channels(deltas)
         shape = [1, -1] + [1] * (deltas.dim() - 2)
         wide = deltas.to(invstd.dtype)
         own = torch.cat([wide.sum(dims), (wide * normalised).sum(dims)])
-        weight = weights[sums.own_row]
-        means = (sums.of_backward(own) * weights[:, None]).sum(0) / (weight * ctx.count)
+        means = sums.of_backward(own, ctx.weight) / (ctx.weight * ctx.count)
         mean_deltas, mean_products = means.view(2, -1)
         gradient = (wide - mean_deltas.view(shape) - normalised * mean_products.view(shape)) * invstd.view(shape)
         return gradient.to(deltas.dtype), None, None, None, None, None
