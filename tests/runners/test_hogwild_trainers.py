@@ -214,32 +214,33 @@ def test_an_error_in_one_process_ends_the_others_and_names_it() -> None:
 
 @support.at_sites(2)
 def test_refusals_come_before_the_training() -> None:
-    def refused(message, module=None, strategy="hogwild", loader=None, **settings):
-        with pytest.raises((ValueError, TypeError), match=message):
-            zoo.trainer(strategy, **settings).fit(module or Rows(), loader or numbers(), numbers())
+    def fit(module=None, loader=None, **settings):
+        zoo.trainer("hogwild", **settings).fit(module or Rows(), loader or numbers(), numbers())
 
-    refused("max_steps and fast_dev_run count", max_steps=5)
-    refused("max_steps and fast_dev_run count", fast_dev_run=True)
-    refused("val_check_interval must be 1.0", val_check_interval=0.5)
-    refused("use_distributed|running statistics are shared", sync_batchnorm=True)
     saver = pl.callbacks.ModelCheckpoint(os.devnull, every_n_train_steps=5)
-    refused("would write checkpoints while others write theirs", callbacks=[saver], enable_checkpointing=True)
-    refused("max_time asks in each of them", max_time="00:01:00:00")
-    refused("automatic optimization and one optimizer", zoo.TwoOptimizers().double(), loader=zoo.loader())
-    refused("too short for 2 processes", loader=numbers(SAMPLES))
-    refused("one training loader", loader={"a": numbers(), "b": numbers()})
-    refused("batches of a DataLoader can be dealt", loader=[torch.arange(3)])
-    lbfgs = Rows()
+    lbfgs, strategy = Rows(), HogwildStrategy()
     lbfgs.configure_optimizers = lambda: torch.optim.LBFGS(lbfgs.parameters())
-    refused("L-BFGS evaluates the loss several times", lbfgs)
+    strategy.parallel_devices = [torch.device("cuda")]
     refuses(
+        (lambda: fit(max_steps=5), "max_steps and fast_dev_run count"),
+        (lambda: fit(fast_dev_run=True), "max_steps and fast_dev_run count"),
+        (lambda: fit(val_check_interval=0.5), "val_check_interval must be 1.0"),
+        (lambda: fit(sync_batchnorm=True), "use_distributed|running statistics are shared"),
+        (
+            lambda: fit(callbacks=[saver], enable_checkpointing=True),
+            "would write checkpoints while others write theirs",
+        ),
+        (lambda: fit(max_time="00:01:00:00"), "max_time asks in each of them"),
+        (lambda: fit(zoo.TwoOptimizers().double(), zoo.loader()), "automatic optimization and one optimizer"),
+        (lambda: fit(loader=numbers(SAMPLES)), "too short for 2 processes"),
+        (lambda: fit(loader={"a": numbers(), "b": numbers()}), "one training loader"),
+        (lambda: fit(loader=[torch.arange(3)]), "batches of a DataLoader can be dealt"),
+        (lambda: fit(lbfgs), "L-BFGS evaluates the loss several times"),
         (lambda: HogwildStrategy("mine"), "unknown state 'mine'"),
         (lambda: HogwildStrategy(threads=0), "threads must be"),
+        (strategy._check_devices, "memory of CPU processes, and this trainer uses cuda"),
+        error=(ValueError, TypeError),
     )
-    strategy = HogwildStrategy()
-    strategy.parallel_devices = [torch.device("cuda")]
-    with pytest.raises(ValueError, match="memory of CPU processes, and this trainer uses cuda"):
-        strategy._check_devices()
 
 
 # Catalyst's runner for Hogwild!: batches dealt once, one model after each training loader, checkpoints, failures
@@ -340,20 +341,18 @@ def test_an_error_in_one_process_of_catalyst_ends_the_others_and_names_it() -> N
 
 @support.at_sites(2)
 def test_refusals_of_catalyst_come_before_the_training() -> None:
-    def refused(kind, message, optimizer=None, callbacks=(), **settings):
-        model = net()
-        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(kind, match=message):
-            run(HogwildRunner(), model, optimizer, callbacks, **settings)
-
-    refused(ValueError, "holds no parameter of the model", torch.optim.SGD(net().parameters(), lr=0.1))
+    model = net()
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, net()))
     own = {"train": DataLoader(data(70, dist.get_rank()), 8), "valid": DataLoader(data(30, 1), 8)}
-    refused(MismatchError, "different data sets in loader 'train'", loaders=own)
-    schedule = torch.optim.SGD(net().parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(schedule, 0.9)
-    refused(ValueError, "mode 'batch'", callbacks=[dl.SchedulerCallback(mode="batch")], scheduler=scheduler)
-    with pytest.raises(ValueError, match="unknown state 'mine'"):
-        HogwildRunner(state="mine")
+    scheduled = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(other, 0.9)}
+    batches = [dl.SchedulerCallback(mode="batch")]
+    different = "different data sets in loader 'train'"
+    refuses(
+        (lambda: run(HogwildRunner(), model, other), "holds no parameter of the model"),
+        (lambda: run(HogwildRunner(), model, optimizer, loaders=own), different, MismatchError),
+        (lambda: run(HogwildRunner(), model, optimizer, batches, **scheduled), "mode 'batch'"),
+        (lambda: HogwildRunner(state="mine"), "unknown state 'mine'"),
+    )
 
 
 def test_one_process_trains_as_distributed_runner():

@@ -128,7 +128,8 @@ class Used(zoo.Plain):
         return super().training_step(batch, batch_idx)
 
 
-def deals(folder: str) -> None:
+@support.at_sites(2, own=True)  # the last cases end the sites' connections
+def test_batches_of_a_shared_data_set_are_used_once_an_epoch(tmp_path: Path) -> None:
     """Batches that are handed out: each sample once an epoch, in an order that goes on after a checkpoint."""
     data = zoo.loader(70)
     every = sorted(row.tolist() for row, _ in data.dataset)
@@ -136,7 +137,7 @@ def deals(folder: str) -> None:
     def train(epochs: int, resume=None):
         pl.seed_everything(0)
         watch = Watch()
-        saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+        saver = pl.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
         settings = {"max_epochs": epochs, "callbacks": [watch, Slow(), saver], "enable_checkpointing": True}
         strategy = ParameterServerStrategy("dad", deal="shared", staleness=2)
         module, current = zoo.fit(Used, strategy, data, resume, **settings)
@@ -154,21 +155,15 @@ def deals(folder: str) -> None:
 
     first, second = train(2)
     assert first != second
-    assert train(2, f"{folder}/epoch=0.ckpt") == [second]
-    cases = (
-        ({"accumulate_grad_batches": 2}, "cannot accumulate gradients"),
-        ({"val_check_interval": 3}, "meet at the end of an epoch only"),
+    assert train(2, f"{tmp_path}/epoch=0.ckpt") == [second]
+
+    def fit(**settings):
+        zoo.fit(Used, ParameterServerStrategy("dad", deal="shared"), data, **settings)
+
+    refuses(
+        (lambda: fit(accumulate_grad_batches=2), "cannot accumulate gradients"),
+        (lambda: fit(val_check_interval=3), "meet at the end of an epoch only"),
     )
-    for settings, message in cases:
-        with pytest.raises(ValueError, match=message):
-            zoo.fit(Used, ParameterServerStrategy("dad", deal="shared"), data, **settings)
-
-
-def test_batches_of_a_shared_data_set_are_used_once_an_epoch(tmp_path):
-    import support
-
-    with support.Sites(2) as group:  # the last cases end the sites' connections
-        group.run(deals, str(tmp_path))
 
 
 class Dies(pl.Callback):
@@ -191,8 +186,6 @@ def loses_a_site() -> int:
 
 
 def test_a_lost_site_ends_training_at_the_next_step():
-    import support
-
     with support.Sites(2) as group:
         group.start(loses_a_site)
         first, second = group.outcomes()
@@ -207,31 +200,22 @@ def test_names_and_errors() -> None:
     assert type(current.strategy).__name__ == "ParameterServerStrategy"
     assert current.strategy.server_options == dadplug.parameter_server.ServerOptions()
     zoo.fit("Plain", "parameter_server", max_epochs=1)
-    for wrong, message in (
-        ({"staleness": -1}, "staleness must be"),
-        ({"staleness": 1.5}, "staleness must be"),
-        ({"quorum": 0}, "quorum must be"),
-        ({"mode": "edad"}, "'edad' recomputes"),
-        ({"mode": "powersgd"}, "'powersgd' sums"),
-        ({"min_sites": 1}, "no option 'min_sites'"),
-        ({"stalenes": 1}, "did you mean 'staleness'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ParameterServerStrategy(**wrong)
-    for name, strategy, settings, message in (
-        ("TwoOptimizers", ParameterServerStrategy(), {}, "automatic optimization"),
-        ("Plain", ParameterServerStrategy(quorum=3), {}, "quorum=3 needs as many sites, and there are 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            zoo.fit(name, strategy, **settings)
-
-
-def test_a_loss_scale_is_refused():
-    strategy = ParameterServerStrategy()
-    strategy.precision_plugin = type("Scaled", (), {"scaler": object(), "_desired_input_dtype": None})()
-    strategy._lightning_module = zoo.Plain()
-    with pytest.raises(ValueError, match="cannot train with a GradScaler"):
-        strategy._check(SimpleNamespace())
+    scaled = ParameterServerStrategy()
+    scaled.precision_plugin = type("Scaled", (), {"scaler": object(), "_desired_input_dtype": None})()
+    scaled._lightning_module = zoo.Plain()
+    few = ParameterServerStrategy(quorum=3)
+    refuses(
+        (lambda: ParameterServerStrategy(staleness=-1), "staleness must be"),
+        (lambda: ParameterServerStrategy(staleness=1.5), "staleness must be"),
+        (lambda: ParameterServerStrategy(quorum=0), "quorum must be"),
+        (lambda: ParameterServerStrategy(mode="edad"), "'edad' recomputes"),
+        (lambda: ParameterServerStrategy(mode="powersgd"), "'powersgd' sums"),
+        (lambda: ParameterServerStrategy(min_sites=1), "no option 'min_sites'"),
+        (lambda: ParameterServerStrategy(stalenes=1), "did you mean 'staleness'"),
+        (lambda: scaled._check(SimpleNamespace()), "cannot train with a GradScaler"),
+        (lambda: zoo.fit("TwoOptimizers", ParameterServerStrategy()), "automatic optimization"),
+        (lambda: zoo.fit("Plain", few), "quorum=3 needs as many sites, and there are 2"),
+    )
 
 
 # Catalyst's runner for asynchronous steps: one model after each training loader, checkpoints, unequal sites
@@ -287,16 +271,18 @@ def test_batches_of_a_shared_data_set_are_used_once_an_epoch_of_catalyst() -> No
         assert sorted(row for rows in by_site for row in rows) == every
         orders.append(by_site)
     assert orders[0] != orders[1]
-    for wrong, message in (
-        ({"split_data": False}, "deal='shared' deals the batches of one"),
-        ({}, "cannot accumulate gradients"),
-    ):
-        keys = {"metric_key": "loss", "accumulation_steps": 2}
-        callbacks = [] if wrong else [dl.OptimizerCallback(**keys), dl.BackwardCallback("loss")]
+
+    def refused(callbacks=(), **options):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises((ValueError, dadplug.MismatchError), match=message):
-            run(ParameterServerRunner(deal="shared", **wrong), model, optimizer, callbacks, loaders)
+        run(ParameterServerRunner(deal="shared", **options), model, optimizer, callbacks, loaders)
+
+    twice = [dl.OptimizerCallback(metric_key="loss", accumulation_steps=2), dl.BackwardCallback("loss")]
+    refuses(
+        (lambda: refused(split_data=False), "deal='shared' deals the batches of one"),
+        (lambda: refused(twice), "cannot accumulate gradients"),
+        error=(ValueError, dadplug.MismatchError),
+    )
 
 
 @support.at_sites(2)
