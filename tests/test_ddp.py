@@ -10,7 +10,6 @@ import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
-from support import refuses
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -107,24 +106,3 @@ def test_buffers_are_those_of_site_0() -> None:
         if dist.get_rank() == 0:
             model(rows(9, 0))
     model.reduction.detach()
-
-
-def test_what_cannot_work_is_refused():
-    model = dadplug.DistributedDataParallel(build(), mode="rankdad", weighting="samples")
-    refuses(
-        (lambda: model.register_comm_hook(None, None), "mode='powersgd'"),
-        (
-            lambda: dadplug.DistributedDataParallel(model, weighting="samples"),
-            "in DistributedDataParallel already: use it",
-            ValueError,
-        ),
-        error=RuntimeError,
-    )
-    model.reduction.detach()
-    refuses(
-        (lambda: dadplug.DistributedDataParallel(build(), rnk=3, weighting="samples"), r"unknown option 'rnk'.*'rank'"),
-        (lambda: dadplug.DistributedDataParallel(build(), device_ids=[0, 1], weighting="samples"), "device_ids"),
-    )
-    frozen = build().requires_grad_(False)
-    with pytest.raises(RuntimeError, match="requires gradients"):
-        dadplug.DistributedDataParallel(frozen, weighting="samples")

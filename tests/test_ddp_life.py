@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,78 +126,125 @@ def follow(
         reduction.detach()
 
 
+def squares(model: nn.Module, step: int, sites: Any) -> Tensor:
+    return model(rows(step, sites)).square().mean()
+
+
+def absolutes(model: nn.Module, step: int, sites: Any) -> Tensor:
+    return model(rows(step, sites)).abs().mean()
+
+
 def trains(
-    model: nn.Module, sites: Any, loss_of: Callable[[nn.Module, Tensor, int], Tensor | None], count: int = 4
+    model: nn.Module, sites: Any, reduction: Any = None, loss_of: Callable[..., Tensor | None] = squares, count: int = 4
 ) -> None:
+    """Train by a loss, which gets what is called, the number of the step and the sites; it may go backward itself."""
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for step in range(count):
         optimizer.zero_grad()
-        loss = loss_of(model, rows(step, sites), step)
+        loss = loss_of(model, step, sites)
         if loss is not None:
             loss.backward()
         optimizer.step()
 
 
+def of_a_dataclass(net: nn.Module, step: int, sites: Any) -> Tensor:
+    return net(rows(step, sites), "dataclass").logits.square().mean()
+
+
+def of_containers(net: nn.Module, step: int, sites: Any) -> Tensor:
+    return net(rows(step, sites), kind="nested")["all"][0][0].square().mean()
+
+
+def not_returned(net: nn.Module, step: int, sites: Any) -> Tensor:
+    assert not net(rows(step, sites), "stored").requires_grad
+    return plain(net).stored.square().mean()
+
+
+def inside_of_forward(net: nn.Module, step: int, sites: Any) -> None:
+    return net(rows(step, sites), "backward")
+
+
+def separate(net: nn.Module, step: int, sites: Any) -> None:
+    """Two backward passes through one forward pass."""
+    outputs = net(rows(step, sites))
+    outputs.square().mean().backward(retain_graph=True)
+    outputs.abs().mean().backward()
+
+
+def of_two_batches(net: nn.Module, step: int, sites: Any) -> Tensor:
+    squares(net, step, sites).backward()
+    return squares(net, step + 50, sites)
+
+
+def interrupted(net: nn.Module, step: int, sites: Any) -> Tensor:
+    """An error in the backward pass of a step, at one site alone."""
+
+    def fails(_: Tensor) -> None:
+        raise ZeroDivisionError("in a hook")
+
+    if step == 1 and 1 in sites:
+        hidden = []
+        handle = plain(net).norm.register_forward_hook(lambda *call: hidden.append(call[2]))
+        outputs = net(rows(step, sites))
+        hidden[0].register_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            outputs.square().mean().backward()
+        handle.remove()
+        net.zero_grad()
+    return squares(net, step, sites)
+
+
+LOSSES = {  # and the number of the reduction's steps
+    of_a_dataclass: 4,
+    of_containers: 4,
+    not_returned: 4,
+    inside_of_forward: 4,
+    separate: 8,
+    of_two_batches: 8,
+    interrupted: 4,
+}
+
+
 @support.at_sites(2)
-def test_outputs_of_all_kinds() -> None:
-    def of_dataclass(model: nn.Module, sites: Any, reduction: Any) -> None:
-        trains(model, sites, lambda net, x, _: net(x, "dataclass").logits.square().mean())
-
-    def of_containers(model: nn.Module, sites: Any, reduction: Any) -> None:
-        trains(model, sites, lambda net, x, _: net(x, kind="nested")["all"][0][0].square().mean())
-
-    def not_returned(model: nn.Module, sites: Any, reduction: Any) -> None:
-        def loss(net: nn.Module, x: Tensor, _: int) -> Tensor:
-            assert not net(x, "stored").requires_grad
-            return plain(net).stored.square().mean()
-
-        trains(model, sites, loss)
-
-    def inside_of_forward(model: nn.Module, sites: Any, reduction: Any) -> None:
-        trains(model, sites, lambda net, x, _: net(x, "backward"))
-
-    for steps in (of_dataclass, of_containers, not_returned, inside_of_forward):
-        follow(steps)
+def test_losses_and_backward_passes_of_all_kinds() -> None:
+    for loss, expected in LOSSES.items():
+        follow(partial(trains, loss_of=loss), expected=expected)
 
 
 @support.at_sites(2)
 def test_activation_checkpointing_in_both_forms() -> None:
     """One step of the reduction a step, although a pass inside of each reaches parameters."""
-
-    def steps(model: nn.Module, sites: Any, reduction: Any) -> None:
-        trains(model, sites, lambda net, x, _: net(x).square().mean())
-
     for reentrant in (None, True, False):
-        follow(steps, lambda reentrant=reentrant: Net(reentrant))
+        follow(trains, partial(Net, reentrant))
 
 
 @support.at_sites(2)
 def test_parts_that_are_called_alone() -> None:
     """As by a trainer that never calls the model itself."""
 
-    def steps(model: nn.Module, sites: Any, reduction: Any) -> None:
-        trains(model, sites, lambda net, x, _: net.last(net.block(net.first(x).tanh())).square().mean())
+    def of_parts(net: nn.Module, step: int, sites: Any) -> Tensor:
+        return net.last(net.block(net.first(rows(step, sites)).tanh())).square().mean()
 
-    follow(steps, ways=["not wrapped"])
+    follow(partial(trains, loss_of=of_parts), ways=["not wrapped"])
 
 
 @support.at_sites(2)
 def test_no_sync_accumulates() -> None:
     def steps(model: nn.Module, sites: Any, reduction: Any) -> None:
-        def loss(net: nn.Module, x: Tensor, step: int) -> Tensor:
+        def loss(net: nn.Module, step: int, sites: Any) -> Tensor:
             held_back = nullcontext() if reduction is None else (net if net is not plain(net) else reduction).no_sync()
             with held_back:
-                net(x).square().mean().backward()
+                squares(net, step, sites).backward()
             assert reduction is None or reduction.pending
-            return net(rows(step + 50, sites)).square().mean()
+            return squares(net, step + 50, sites)
 
-        trains(model, sites, loss)
+        trains(model, sites, loss_of=loss)
 
     follow(steps)
 
 
-def penalised(net: nn.Module, x: Tensor, step: int) -> Tensor:
-    x = x.requires_grad_()
+def penalised(net: nn.Module, step: int, sites: Any) -> Tensor:
+    x = rows(step, sites).requires_grad_()
     outputs = net(x)
     (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
     penalty = (slope.norm(dim=1) - 1).square().mean()
@@ -206,53 +254,41 @@ def penalised(net: nn.Module, x: Tensor, step: int) -> Tensor:
 @support.at_sites(2)
 def test_autograd_grad_and_double_backward() -> None:
     def steps(model: nn.Module, sites: Any, reduction: Any) -> None:
-        trains(model, sites, penalised)
+        trains(model, sites, loss_of=penalised)
         if reduction is not None:
             assert reduction.step == 4  # torch.autograd.grad synchronizes nothing
-            outputs, other = model(rows(9, sites)), build()
+            other = build()
             torch.nn.Module.load_state_dict(other, plain(model).state_dict())
-            own = torch.autograd.grad(outputs.square().mean(), list(model.parameters()))
-            expected = torch.autograd.grad(other(rows(9, sites)).square().mean(), list(other.parameters()))
-            for one, two in zip(own, expected, strict=True):
-                torch.testing.assert_close(one, two)
+            own = torch.autograd.grad(squares(model, 9, sites), list(model.parameters()))
+            expected = torch.autograd.grad(squares(other, 9, sites), list(other.parameters()))
+            torch.testing.assert_close(own, expected)
 
     follow(steps)
 
 
 @support.at_sites(2)
-def test_backward_passes_that_are_repeated_or_interrupted() -> None:
-    def separate(model: nn.Module, sites: Any, reduction: Any) -> None:
-        def loss(net: nn.Module, x: Tensor, _: int) -> None:
-            outputs = net(x)
-            outputs.square().mean().backward(retain_graph=True)
-            outputs.abs().mean().backward()
+def test_closures_scalers_and_kept_gradients() -> None:
+    def closures(model: nn.Module, sites: Any, reduction: Any) -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, tolerance_change=0.0)
 
-        trains(model, sites, loss)
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = squares(model, 0, sites)
+            loss.backward()
+            return loss
 
-    def of_two_batches(model: nn.Module, sites: Any, reduction: Any) -> None:
-        def loss(net: nn.Module, x: Tensor, step: int) -> Tensor:
-            net(x).square().mean().backward()
-            return net(rows(step + 50, sites)).square().mean()
+        for _ in range(2):
+            optimizer.step(closure)
 
-        trains(model, sites, loss)
-
-    def interrupted(model: nn.Module, sites: Any, reduction: Any) -> None:
-        def fails(_: Tensor) -> None:
-            raise ZeroDivisionError("in a hook")
-
-        def loss(net: nn.Module, x: Tensor, step: int) -> Tensor:
-            if step == 1 and 1 in sites:  # at one site alone
-                hidden = []
-                handle = plain(net).norm.register_forward_hook(lambda *call: hidden.append(call[2]))
-                outputs = net(x)
-                hidden[0].register_hook(fails)
-                with pytest.raises(ZeroDivisionError):
-                    outputs.square().mean().backward()
-                handle.remove()
-                net.zero_grad()
-            return net(x).square().mean()
-
-        trains(model, sites, loss)
+    def scaled(model: nn.Module, sites: Any, reduction: Any) -> None:
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=256.0), torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(squares(model, step, sites)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
 
     def kept(model: nn.Module, sites: Any, reduction: Any) -> None:
         """The forward pass is evaluated before, and gradients are set to zero in place of None."""
@@ -264,42 +300,13 @@ def test_backward_passes_that_are_repeated_or_interrupted() -> None:
                     model(rows(20 + step, sites))
             model.train()
             optimizer.zero_grad(set_to_none=False)
-            model(rows(step, sites)).square().mean().backward()
+            squares(model, step, sites).backward()
             torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
             optimizer.step()
 
-    follow(separate, expected=8)
-    follow(of_two_batches, expected=8)
-    follow(interrupted)
-    follow(kept)
-
-
-@support.at_sites(2)
-def test_closures_and_scalers() -> None:
-    def closures(model: nn.Module, sites: Any, reduction: Any) -> None:
-        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, tolerance_change=0.0)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(rows(0, sites)).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            optimizer.step(closure)
-
-    def scaled(model: nn.Module, sites: Any, reduction: Any) -> None:
-        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=256.0), torch.optim.SGD(model.parameters(), 0.1)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(model(rows(step, sites)).square().mean()).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-
     follow(closures, expected=6)
     follow(scaled)
+    follow(kept)
 
 
 @support.at_sites(2)
@@ -403,12 +410,12 @@ def test_copies_and_moving_averages() -> None:
         with torch.no_grad():
             torch.testing.assert_close(average(rows(9, [0])), reference(rows(9, [0])))
     copied = copy.deepcopy(model)
-    trains(model, [rank], lambda net, x, _: net(x).square().mean())
-    trains(alone, range(2), lambda net, x, _: net(x).square().mean())
+    trains(model, [rank])
+    trains(alone, range(2))
     second = build()
     second.load_state_dict(copied.module.state_dict())
-    trains(copied, [rank], lambda net, x, _: net(x).abs().mean())
-    trains(second, range(2), lambda net, x, _: net(x).abs().mean())
+    trains(copied, [rank], loss_of=absolutes)
+    trains(second, range(2), loss_of=absolutes)
     same(model, alone)
     same(copied, second)
     assert isinstance(copied, dadplug.DistributedDataParallel)
@@ -421,7 +428,7 @@ def test_copies_and_moving_averages() -> None:
 @support.at_sites(2)
 def test_pickled_models_and_groups() -> None:
     rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad", weighting="uniform")
-    trains(model, [rank], lambda net, x, _: net(x).square().mean())
+    trains(model, [rank])
     stream = io.BytesIO()
     torch.save(model, stream)
     stream.seek(0)
@@ -465,22 +472,31 @@ def test_arguments_in_the_order_of_torch() -> None:
         each(rows(0, [rank])).square().mean().backward()
         each.reduction.detach()
     torch.nn.utils.parameters_to_vector(named.parameters())
-    refused = {
-        "leave them out": {"device_ids": [0]},
-        "Leave it out": {"init_sync": False},
-        "torch.autocast": {"mixed_precision": object()},
-        r"unknown option 'rnk'.*'rank'": {"rnk": 3},
-        "device_ids": {"device_ids": [0, 1]},
-    }
-    for message, given in refused.items():
-        with pytest.raises(ValueError, match=message):
-            dadplug.DistributedDataParallel(build(), **given)
+
+
+def test_what_cannot_work_is_refused() -> None:
+    model, wrap = build(), dadplug.DistributedDataParallel
+    wrapped, frozen = wrap(build(), mode="rankdad"), build().requires_grad_(False)
     refuses(
-        (lambda: dadplug.DistributedDataParallel(build(), [rank]), "leave them out", ValueError),
-        (lambda: dadplug.DistributedDataParallel(build(), "dad", mode="dsgd"), "'mode' twice"),
-        (lambda: dadplug.DistributedDataParallel(build(), "dad", [0]), "have to be named"),
-        error=TypeError,
+        (lambda: wrap(model, device_ids=[0]), "leave them out"),
+        (lambda: wrap(model, [0]), "leave them out"),
+        (lambda: wrap(model, device_ids=[0, 1]), "device_ids"),
+        (lambda: wrap(model, init_sync=False), "Leave it out"),
+        (lambda: wrap(model, mixed_precision=object()), "torch.autocast"),
+        (lambda: wrap(model, rnk=3), r"unknown option 'rnk'.*'rank'"),
+        (lambda: wrap(model, "dad", mode="dsgd"), "'mode' twice", TypeError),
+        (lambda: wrap(model, "dad", [0]), "have to be named", TypeError),
+        (lambda: wrapped.register_comm_hook(None, None), "mode='powersgd'", RuntimeError),
+        (lambda: wrap(wrapped), "in DistributedDataParallel already: use it"),
+        (lambda: wrap(frozen), "requires gradients", RuntimeError),
+        (lambda: wrap(model, synchronize="call"), "unknown option 'synchronize'"),
+        (
+            lambda: dadplug.GradientReduction(model, synchronize="step"),
+            r"unknown synchronize 'step'.*'call', 'backward'",
+        ),
     )
+    wrapped.reduction.detach()
+    dadplug.GradientReduction(model).detach()  # nothing was changed
 
 
 class Normalised(nn.Module):
@@ -701,15 +717,3 @@ def test_idle_sites_calls_of_synchronize_and_what_is_not_finite_without_a_wrappe
     assert reduction.step == 4
     assert reduction.first_difference() is None
     reduction.detach()
-
-
-def test_other_values_of_synchronize_are_refused() -> None:
-    model = build()
-    refuses(
-        (
-            lambda: dadplug.GradientReduction(model, synchronize="step"),
-            r"unknown synchronize 'step'.*'call', 'backward'",
-        ),
-        (lambda: dadplug.DistributedDataParallel(model, synchronize="call"), "unknown option 'synchronize'"),
-    )
-    dadplug.GradientReduction(model).detach()  # nothing was changed
