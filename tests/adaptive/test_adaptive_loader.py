@@ -1,5 +1,6 @@
 """The adaptive loader: every sample once whatever the batches are, changes at the same step, arguments, restarts."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -202,45 +203,34 @@ def test_the_order_of_a_sampler_is_the_same_after_a_restart():
     assert sorted(chosen) == [5, 7, 11]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dataset": ChainDataset([])}, "an IterableDataset has no samples by number"),
-        ({"batch_sampler": [[0, 1]]}, "leave out the batch_sampler"),
-        ({"batch_size": None}, "batch_size must be a whole number of at least 1, got None"),
-        ({"in_order": False}, "in_order=False"),
-        ({"sampler": range(5), "shuffle": True}, "leave out shuffle"),
-        ({"sampler": iter(range(5))}, "the sampler needs a length"),
-        ({"sampler": DistributedSampler(range(5), 1, 0)}, "leave out the DistributedSampler"),
-        ({"sampler": SubsetRandomSampler([1], torch.Generator())}, "a generator of its own"),
-        ({"prefetch_factor": 2}, "prefetch_factor"),
-    ],
+REFUSED = (  # arguments of a loader
+    ({"dataset": ChainDataset([])}, "an IterableDataset has no samples by number"),
+    ({"batch_sampler": [[0, 1]]}, "leave out the batch_sampler"),
+    ({"batch_size": None}, "batch_size must be a whole number of at least 1, got None"),
+    ({"in_order": False}, "in_order=False"),
+    ({"sampler": range(5), "shuffle": True}, "leave out shuffle"),
+    ({"sampler": iter(range(5))}, "the sampler needs a length"),
+    ({"sampler": DistributedSampler(range(5), 1, 0)}, "leave out the DistributedSampler"),
+    ({"sampler": SubsetRandomSampler([1], torch.Generator())}, "a generator of its own"),
+    ({"prefetch_factor": 2}, "prefetch_factor"),
 )
-def test_arguments_that_cannot_be_followed_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        dadplug.AdaptiveDataLoader(**{"dataset": TensorDataset(torch.arange(10)), "batch_size": 4} | arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((4,), "max_batch_size is 4, less than batch_size, 8"),
-        ((0,), "max_batch_size must be a whole number"),
-        ((64, (32, 16)), r"local_bsz_bounds \(32, 16\) and max_batch_size 64 contradict each other"),
-        ((64, (65, None)), "contradict each other"),
-        ((64, (1.5, None)), "the lower bound must be a whole number of at least 1, got 1.5"),
-    ],
-)
-def test_bounds_that_contradict_each_other_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        loader().autoscale_batch_size(*arguments)
-
-
-def test_a_reduction_is_needed():
-    data = loader()
+def test_what_cannot_be_followed_is_refused():
+    given, data = {"dataset": TensorDataset(torch.arange(10)), "batch_size": 4}, loader()
     data.autoscale_batch_size(64)
-    with pytest.raises(RuntimeError, match=r"needs a dadplug\.GradientReduction"):
-        list(data)
+    bounds = loader().autoscale_batch_size
+    refuses(
+        *((partial(dadplug.AdaptiveDataLoader, **given | wrong), message) for wrong, message in REFUSED),
+        (lambda: bounds(4), "max_batch_size is 4, less than batch_size, 8"),
+        (lambda: bounds(0), "max_batch_size must be a whole number"),
+        (lambda: bounds(64, (32, 16)), r"local_bsz_bounds \(32, 16\) and max_batch_size 64 contradict each other"),
+        (lambda: bounds(64, (65, None)), "contradict each other"),
+        (lambda: bounds(64, (1.5, None)), "the lower bound must be a whole number of at least 1, got 1.5"),
+        (lambda: list(data), r"needs a dadplug\.GradientReduction", RuntimeError),
+        (lambda: ElasticSampler(range(3), rank=2, num_sites=2), "0 to 1 for 2 sites, got 2"),
+        (lambda: ElasticSampler(range(3)).set_epoch(0, used=4), "0 to 3, the length of the data set, got 4"),
+    )
 
 
 # Several sites
@@ -445,13 +435,6 @@ def test_the_order_of_samplers_does_not_depend_on_the_number_of_sites():
     first, second = samplers(20, 2, 3)
     assert [sample for pair in zip(first, second, strict=True) for sample in pair] == alone
     assert alone != samplers(20, 1, 4)[0]
-
-
-def test_samplers_refuse_wrong_places():
-    refuses(
-        (lambda: ElasticSampler(range(3), rank=2, num_sites=2), "0 to 1 for 2 sites, got 2"),
-        (lambda: ElasticSampler(range(3)).set_epoch(0, used=4), "0 to 3, the length of the data set, got 4"),
-    )
 
 
 class OneLies(SimpleNamespace):

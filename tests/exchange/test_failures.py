@@ -2,9 +2,11 @@
 
 import re
 import socket
+from functools import partial
 
 import pytest
 import support
+from support import refuses
 from torch import nn
 
 import dadplug
@@ -330,35 +332,23 @@ def test_sites_with_different_numbers_of_sites_are_told(counts):
         assert f"{counts[1 - rank]} at site {1 - rank}" in finished.errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((2, 2, "tcp://127.0.0.1:1"), "rank must lie in 0 to 1 for 2 sites, got 2"),
-        ((-1, 2, "tcp://127.0.0.1:1"), "rank must lie in 0 to 1"),
-        (("0", 2, "tcp://127.0.0.1:1"), "rank must be a whole number, got '0'"),
-        ((0, "2", "tcp://127.0.0.1:1"), "num_nodes must be a whole number, got '2'"),
-        ((0, 0, "tcp://127.0.0.1:1"), "num_nodes must be at least 1"),
-        ((0, 2, "http://127.0.0.1:1"), "should read tcp://HOST:PORT"),
-        ((0, 2, "tcp://127.0.0.1"), "should read tcp://HOST:PORT"),
-        ((0, 2, "tcp://127.0.0.1:port"), "should read tcp://HOST:PORT"),
-        ((0, 2, None), "go together"),
-    ],
-)
-def test_wrong_places_are_told(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        dadplug.connect(*arguments)
-
-
-@pytest.mark.parametrize("timeout", [0, float("inf"), "300"])
-def test_a_timeout_that_is_no_number_of_seconds_is_told(timeout, tmp_path):
-    for place in ({"rank": 0, "num_nodes": 2, "dist_url": "tcp://127.0.0.1:1"}, {"kit": tmp_path}):
-        with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got"):
-            dadplug.connect(**place, timeout=timeout)
-
-
-def test_an_unknown_backend_is_told():
-    with pytest.raises(ValueError, match="unknown backend 'smoke'; valid ones are gloo, nccl and mpi"):
-        rendezvous._backend("smoke")
+def test_wrong_places_timeouts_and_backends_are_told(tmp_path):
+    url, connect = "tcp://127.0.0.1:1", dadplug.connect
+    places = ({"rank": 0, "num_nodes": 2, "dist_url": url}, {"kit": tmp_path})
+    timeouts = [partial(connect, **place, timeout=wrong) for place in places for wrong in (0, float("inf"), "300")]
+    refuses(
+        (lambda: connect(2, 2, url), "rank must lie in 0 to 1 for 2 sites, got 2"),
+        (lambda: connect(-1, 2, url), "rank must lie in 0 to 1"),
+        (lambda: connect("0", 2, url), "rank must be a whole number, got '0'"),
+        (lambda: connect(0, "2", url), "num_nodes must be a whole number, got '2'"),
+        (lambda: connect(0, 0, url), "num_nodes must be at least 1"),
+        (lambda: connect(0, 2, "http://127.0.0.1:1"), "should read tcp://HOST:PORT"),
+        (lambda: connect(0, 2, "tcp://127.0.0.1"), "should read tcp://HOST:PORT"),
+        (lambda: connect(0, 2, "tcp://127.0.0.1:port"), "should read tcp://HOST:PORT"),
+        (lambda: connect(0, 2, None), "go together"),
+        *((call, "timeout must be a positive number of seconds, got") for call in timeouts),
+        (lambda: rendezvous._backend("smoke"), "unknown backend 'smoke'; valid ones are gloo, nccl and mpi"),
+    )
 
 
 def test_announced_sites_without_a_group_are_an_error(monkeypatch):

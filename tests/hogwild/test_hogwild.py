@@ -325,10 +325,11 @@ def test_refusals(build, make, arguments, message):
 @pytest.mark.parametrize("way", [partial(Hogwild, processes=2), dadplug.LocalSGD, dadplug.ParameterServer])
 def test_what_is_no_model_or_no_optimizer(way):
     model = training.network()
-    with pytest.raises(TypeError, match=r"the model must be a torch\.nn\.Module, got NoneType"):
-        way(None, SGD(model.parameters()))
-    with pytest.raises(TypeError, match=r"the optimizer must be a torch\.optim\.Optimizer, got NoneType"):
-        way(model, None)
+    refuses(
+        (lambda: way(None, SGD(model.parameters())), r"the model must be a torch\.nn\.Module, got NoneType"),
+        (lambda: way(model, None), r"the optimizer must be a torch\.optim\.Optimizer, got NoneType"),
+        error=TypeError,
+    )
 
 
 class Endless(torch.utils.data.IterableDataset):

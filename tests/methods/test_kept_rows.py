@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -229,9 +230,8 @@ def sends_what_is_budgeted() -> None:
 
 def test_a_budget_of_bytes_becomes_a_rank(sites):
     sites(2).run(sends_what_is_budgeted)
-    for options in ({"mode": "dad"}, {"rank": 3}, {"merge": "owner"}):
-        with pytest.raises(ValueError, match="budget= needs mode='rankdad'"):
-            Options(budget=1000, **options)
+    others = ({"mode": "dad"}, {"rank": 3}, {"merge": "owner"})
+    refuses(*((partial(Options, budget=1000, **each), "budget= needs mode='rankdad'") for each in others))
 
 
 @pytest.mark.parametrize("formed", [False, True])

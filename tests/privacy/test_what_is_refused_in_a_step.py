@@ -1,6 +1,8 @@
 """Ways by which a gradient could leave without being clipped by sample: each is clipped right, or is an error."""
 
+import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -293,24 +295,17 @@ def some_ignored():
     return targets
 
 
-@pytest.mark.parametrize("within", [True, False])
-@pytest.mark.parametrize("loss", [mean, channels])
-def test_a_mean_over_kept_targets_is_refused(loss, within):
-    with pytest.raises(ValueError, match=r"mean over targets that are not ignored, 2 to 6 in a sample.*loss_reduction"):
-        step(loss, some_ignored(), within)
-
-
-def test_the_scale_of_a_scaler_does_not_hide_it():
-    with pytest.raises(ValueError, match="mean over targets that are not ignored"):
-        step(mean, some_ignored(), False, 256.0)
-
-
-def test_weights_of_classes_are_refused_where_a_model_shows_them():
+def test_means_over_kept_targets_and_weights_of_classes_are_refused():
     def weighted(logits, targets):
         return mean(logits, targets, weight=torch.arange(1.0, CLASSES + 1))
 
-    with pytest.raises(ValueError, match="weights of classes mixes samples"):
-        step(weighted, some_ignored().clamp(min=0), True)
+    kept = r"mean over targets that are not ignored, 2 to 6 in a sample.*loss_reduction"
+    cases = itertools.product((mean, channels), (True, False))
+    refuses(
+        *((partial(step, loss, some_ignored(), within), kept) for loss, within in cases),
+        (lambda: step(mean, some_ignored(), False, 256.0), kept),  # which a scaler has scaled
+        (lambda: step(weighted, some_ignored().clamp(min=0), True), "weights of classes mixes samples"),
+    )
 
 
 @pytest.mark.parametrize("within", [True, False])

@@ -151,9 +151,7 @@ def test_a_client_needs_an_address():
 )
 def test_durations_and_shapes(parse, values, invalid):
     assert {text: parse(text) for text in values} == values
-    for wrong in invalid:
-        with pytest.raises(argparse.ArgumentTypeError):
-            parse(wrong)
+    refuses(*((partial(parse, wrong), "") for wrong in invalid), error=argparse.ArgumentTypeError)
 
 
 @pytest.mark.parametrize("size", ["inf", "nan", "-1", "x"])
@@ -164,10 +162,13 @@ def test_a_wrong_size_of_the_cache_is_named(size, capsys):
 
 
 def test_names_of_models():
-    assert named("a=b/best.ckpt") == ("a", "b/best.ckpt")
-    assert named("b/best.ckpt") == ("best", "b/best.ckpt")
-    assert named("b=1/best.ckpt") == ("b", "1/best.ckpt")
-    assert named("runs/b=1/best.ckpt") == ("best", "runs/b=1/best.ckpt")
+    expected = {
+        "a=b/best.ckpt": ("a", "b/best.ckpt"),
+        "b/best.ckpt": ("best", "b/best.ckpt"),
+        "b=1/best.ckpt": ("b", "1/best.ckpt"),
+        "runs/b=1/best.ckpt": ("best", "runs/b=1/best.ckpt"),
+    }
+    assert {text: named(text) for text in expected} == expected
 
 
 def test_the_example_finds_the_right_model_of_each_site(tmp_path):
@@ -408,9 +409,8 @@ WRONG = {  # each names the option and describes valid values
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_value_of_an_option_is_an_error_that_names_it(name):
     assert {"slow", *ServingOptions.names()} == set(WRONG)
-    for value in WRONG[name]:
-        with pytest.raises(ValueError, match=rf"{name}\b.*(must be|valid (ones|options) are|has to be)"):
-            patient_predictor({"m": identity}, **{"slo": 0.05, name: value})
+    message = rf"{name}\b.*(must be|valid (ones|options) are|has to be)"
+    refuses(*((partial(patient_predictor, {"m": identity}, **{"slo": 0.05, name: v}), message) for v in WRONG[name]))
 
 
 def test_what_cannot_be_served_is_refused():
