@@ -1,18 +1,22 @@
 """Managed embeddings: torch's own results in one process, and in any loop one process's results over several sites."""
 
-import contextlib
 import copy
 import functools
-import inspect
 import traceback
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import support
 import torch
+from loops import LOOPS
+from loops.site import WIDTH, Site, Training, loss, net, sgd, trains
 from recommender import OPTIMIZERS, Recommender, end, steps, train
 from support import refuses
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dadplug import NonFiniteError
@@ -20,407 +24,270 @@ from dadplug.adapm import AdaModel, ParameterManager, RowwiseAdagrad
 from dadplug.adapm.model import _rows_of_all_sites
 from dadplug.errors import MismatchError
 
-ROWS, WIDTH, SIZES, STEPS = 12, 3, (3, 5), 6
+ROWS = 12
 
 
-class Net(nn.Module):
-    """Two tables, one of them padded, and dense layers."""
+class Tabled(nn.Sequential):
+    """Layers of a loop behind two tables, one of them padded, whose rows are chosen by the inputs.
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.words = nn.Embedding(ROWS, WIDTH, padding_idx=0)
-        self.tags = nn.EmbeddingBag(ROWS, WIDTH, mode="sum")
-        self.mix = nn.Linear(2 * WIDTH, 4).double()
-        self.head = nn.Linear(4, 1).double()
-
-    def features(self, ids):
-        return torch.cat([self.words(ids[:, :2]).mean(1), self.tags(ids[:, 2:])], 1).double()
-
-    def forward(self, ids):
-        return self.head(self.mix(self.features(ids)).tanh()).squeeze(1)
-
-
-class Loop:
-    """One program that trains, on a site or in one process.
-
-    Attributes:
-        rank: the site; None for one process.
+    Args:
+        layers: the layers, which keep their numbers.
+        site: the site, where sites have rows of their own; None where they share them.
     """
 
-    def __init__(self, kind, rank=None, mode="dsgd", manager=None, options=None, several=False):
-        self.kind, self.rank, self.manager = kind, rank, manager
-        self.net = Net()
-        made = {"sgd": functools.partial(torch.optim.SGD, lr=0.3)}
-        made["adagrad"] = functools.partial(torch.optim.Adagrad, lr=0.2, lr_decay=0.1)
-        tables = [*self.net.words.parameters(), *self.net.tags.parameters()]
-        dense = [*self.net.mix.parameters(), *self.net.head.parameters()]
-        self.optimizer = made[kind](tables if several else self.net.parameters())
-        self.second = made[kind](dense) if several else None
-        self.model, self.managed = self.net, None
-        if manager is not None:
-            self.managed = AdaModel(
-                self.net, self.optimizer, manager, mode=mode, **{"weighting": "samples"} | (options or {})
-            )
-            self.model = self.managed
+    def __init__(self, layers: Iterable[nn.Module], site: int | None) -> None:
+        super().__init__(*(layer.double() for layer in layers))
+        self.site = site
+        self.words = nn.Embedding(ROWS, WIDTH, padding_idx=0)
+        self.tags = nn.EmbeddingBag(ROWS, WIDTH, mode="sum")
 
-    def batch(self, step, only=None):
-        """Rows of a step; sites share them with sgd, whose steps add up, and have their own otherwise."""
-        parts = []
-        for site in (0, 1):
-            if (only is None or only == site) and self.rank in (None, site):
-                generator = torch.Generator().manual_seed(97 * step + site)
-                ids = torch.randint(ROWS, (SIZES[site], 4), generator=generator)
-                if self.kind != "sgd":
-                    ids = ids // 2 * 2 + site
-                parts.append((ids, torch.randn(SIZES[site], generator=generator, dtype=torch.float64)))
-        return [torch.cat(part) for part in zip(*parts, strict=True)] if parts else None
+    def numbers(self, x: Tensor) -> Tensor:
+        ids = (x.detach()[:, :4] * 1000).long() % ROWS
+        return ids if self.site is None else ids // 2 * 2 + self.site
 
-    def stated(self, ids):
-        """State the samples of a batch, for programs that call parts of the model."""
-        return contextlib.nullcontext() if self.managed is None else self.managed.reduction.samples(len(ids))
+    def features(self, x: Tensor) -> Tensor:
+        ids = self.numbers(x)
+        return x.double() + 4 * (self.words(ids[:, :2]).mean(1) + self.tags(ids[:, 2:]))
 
-    def loss(self, step, only=None):
-        ids, targets = self.batch(step, only)
-        return (self.model(ids) - targets).square().mean()
+    def layers(self, x: Tensor) -> Tensor:
+        for layer in list(self.children())[:-2]:
+            x = layer(x)
+        return x
 
-    def begin(self, step):
-        """A step up to the gradients that are agreed on."""
-        self.zero_grad()
-        self.loss(step).backward()
-        self.synchronize()
-
-    def zero_grad(self, **options):
-        for optimizer in filter(None, (self.optimizer, self.second)):
-            optimizer.zero_grad(**options)
-
-    def synchronize(self):
-        if self.managed is not None:
-            self.managed.synchronize()
-
-    def no_sync(self):
-        return contextlib.nullcontext() if self.managed is None else self.managed.reduction.no_sync()
-
-    def refresh(self):
-        if self.manager is not None:
-            self.manager.wait_sync(everywhere=True)
-
-    def step(self, *args):
-        for optimizer in filter(None, (self.optimizer, self.second)):
-            optimizer.step(*args)
-        self.refresh()
-
-    def apply(self):
-        self.synchronize()
-        self.step()
-
-    def train(self, step):
-        self.loss(step).backward()
-        self.apply()
-
-    def update(self, step):
-        """A step as it should be."""
-        self.zero_grad()
-        self.train(step)
-
-    def steps(self, numbers=range(STEPS)):
-        """Clear the gradients before each step, yield its number, and agree and apply them after it."""
-        for step in numbers:
-            self.zero_grad()
-            yield step
-            self.apply()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.features(x))
 
 
-# Training loops on managed embeddings, which run on a site or in one process, and a comparison of both
+class Managed(AdaModel):
+    """What a loop calls a reduction."""
+
+    def samples(self, count: int) -> AbstractContextManager:
+        return self.reduction.samples(count)
+
+    def no_sync(self) -> AbstractContextManager:
+        return self.reduction.no_sync()
+
+    def idle(self) -> None:
+        self.reduction.idle()
 
 
-def plain(loop):
-    for step in range(STEPS):
-        loop.update(step)
+class ManagedSite(Site):
+    """A site whose tables are managed; without a manager they are ordinary, and gradients averaged by hand.
+
+    Sites share rows with sgd, whose steps add up, and have their own otherwise.
+    """
+
+    def __init__(self, kind: str, mode: str, manager: ParameterManager | None) -> None:
+        super().__init__({"mode": mode, "timeout": 20.0}, None if manager else [])
+        self.kind, self.manager = kind, manager
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def model(self, build: Callable[[], nn.Module] = net) -> Any:
+        made = super().model(lambda: Tabled(build(), None if self.kind == "sgd" else self.rank))
+        self.start = copy.deepcopy(made.state_dict())
+        return made
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        made = sgd(model, lr) if self.kind == "sgd" else torch.optim.Adagrad(model.parameters(), 0.1, lr_decay=0.1)
+        self.optimizers.append(made)
+        return made
+
+    def reduce(self, model: nn.Module, **options: Any) -> Any:
+        if self.by_hand:
+            return super().reduce(model, **options)
+        managed = Managed(model, self.optimizers[0], self.manager, **{"weighting": "samples"} | self.options | options)
+        for optimizer in self.optimizers:  # after what pushes the rows
+            optimizer.register_step_post_hook(lambda *_: self.manager.wait_sync(everywhere=True))
+        self.reductions.append(managed)
+        return managed
+
+    def _record(self, reduction: Any, means: Any) -> None:
+        """Record nothing: parameters are compared at the end."""
+
+    def end(self) -> dict[str, Tensor]:
+        """Return the state of the model, with whole tables."""
+        state = copy.deepcopy((self._models[0] if self.by_hand else self.reductions[0]).state_dict())
+        if not self.by_hand:
+            self.reductions[0].close()
+        return state
 
 
-def discards_to_none(loop):
-    for step in range(STEPS):
-        loop.loss(step + 50).backward()
-        loop.update(step)
+# Loops that differ for managed rows from those of `LOOPS`
 
 
-def discards_to_zero(loop):
-    for step in range(STEPS):
-        (loop.loss(step + 50) * 10).backward()
-        loop.zero_grad(set_to_none=False)
-        loop.train(step)
+def steps_twice(site):
+    training = Training(site)
+    for step in training.steps():
+        training.trains(step)
+        training.optimizer.step()
 
 
-def discards_by_the_model(loop):
-    for step in range(STEPS):
-        (loop.loss(step + 50) * 10).backward()
-        loop.model.zero_grad()
-        loop.train(step)
-        for parameter in loop.model.parameters():
-            parameter.grad = None
-
-
-def discards_at_one_site(loop):
-    for step in loop.steps():
-        if loop.rank == 1:
-            (loop.loss(step + 50) * 10).backward()
-            loop.zero_grad()
-        loop.loss(step).backward()
-
-
-def clears_after_forward(loop):
-    for step in range(STEPS):
-        loss = loop.loss(step)
-        loop.zero_grad()
-        loss.backward()
-        loop.apply()
-
-
-def skips_batches(loop):
-    for step in range(STEPS + 3):
-        loop.zero_grad()
-        loop.loss(step).backward()
-        if step % 3 == 1:
-            continue
-        loop.apply()
-
-
-def accumulates_without_sync(loop):
-    for step in loop.steps(range(0, 2 * STEPS, 2)):
-        with loop.no_sync():
-            (loop.loss(step) / 2).backward()
-        (loop.loss(step + 1) / 2).backward()
-
-
-def accumulates_over_synchronizations(loop):
-    for step in range(0, 2 * STEPS, 2):
-        loop.zero_grad()
-        for micro in (step, step + 1):
-            (loop.loss(micro) / 2).backward()
-            loop.synchronize()
-        loop.step()
-
-
-def never_clears(loop):
-    for step in range(4):
-        (loop.loss(step) / 4).backward()
-        loop.apply()
-
-
-def steps_twice(loop):
-    for step in range(STEPS):
-        loop.update(step)
-        loop.step()
-
-
-def fails_in_forward(loop):
-    for step in range(STEPS):
-        if step % 2 and loop.rank != 0:
-            handle = loop.net.head.register_forward_pre_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                loop.loss(step + 50)
-            handle.remove()
-        loop.update(step)
-
-
-def fails_in_backward(loop):
-    for step in range(STEPS):
+def fails_in_backward(site):
+    training = Training(site)
+    for step in training.steps():
         if step % 2:
-            ids = loop.batch(step + 50)[0]
-            with loop.stated(ids):
-                rows = loop.net.words(ids)
-                rows.register_hook(lambda _: 1 / 0)
-                features = loop.net.features(ids)
-                with pytest.raises(ZeroDivisionError):  # once gradients of the other table have arrived
-                    (loop.net.mix(features).square().sum() + rows.square().sum() * 10).backward()
-        loop.update(step)
+            inputs = site.inputs(step + 50)
+            rows = training.model.words(training.model.numbers(inputs))
+            rows.register_hook(lambda _: 1 / 0)
+            features = training.model.features(inputs)
+            with pytest.raises(ZeroDivisionError):  # once gradients of the other table have arrived
+                (training.model.layers(features).square().sum() + rows.square().sum() * 10).backward()
+            training.optimizer.zero_grad()
+        training.trains(step)
 
 
-def fails_in_the_loader(loop):
-    def load():
-        for step in range(STEPS):
-            if step == 2:
-                raise OSError("the disk is gone")
-            yield step
-
-    with contextlib.suppress(OSError):
-        for step in load():
-            loop.zero_grad()
-            loop.loss(step).backward()
-            if step < 1:
-                loop.apply()
-    for step in range(STEPS):
-        loop.update(step)
-
-
-def scales_with_an_overflow(loop):
+def scales_with_an_overflow(site):
+    training = Training(site, check_finite=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    for step in range(STEPS):
-        loop.zero_grad()
-        ids, targets = loop.batch(step)
-        rows = loop.net.words(ids)
-        if step == 2 and loop.rank != 0:  # at one site, in rows only
+    for step in range(6):
+        training.optimizer.zero_grad()
+        inputs, _ = site.batch(step)
+        rows = training.model.words(training.model.numbers(inputs))
+        if step == 2 and site.rank:  # at one site, in rows only
             rows.register_hook(lambda gradient: gradient * torch.inf)
-        loss = (loop.model(ids) - targets).square().mean() + rows.square().mean()
-        scaler.scale(loss).backward()
-        loop.synchronize()
+        scaler.scale(training.loss(step) + rows.square().mean()).backward()
+        training.agree(len(inputs), scaler.get_scale())
         if step % 2:
-            scaler.unscale_(loop.optimizer)
-        before = loop.net.head.weight.detach().clone()
-        scaler.step(loop.optimizer)
+            scaler.unscale_(training.optimizer)
+        before = training.model[4].weight.detach().clone()
+        scaler.step(training.optimizer)
         scaler.update()
-        loop.refresh()
-        assert torch.equal(before, loop.net.head.weight) == (step == 2)
+        assert torch.equal(before, training.model[4].weight) == (step == 2)
     assert scaler.get_scale() == 64.0 * 2 / 2 * 2
 
 
-def evaluates_between(loop):
-    for step in loop.steps():
-        with loop.no_sync():
-            loop.loss(step).backward()
-        loop.model.eval()
-        with torch.no_grad():
-            loop.loss(step + 50)
-        loop.loss(step + 51)  # with a graph that is not used
-        loop.model.train()
-        loop.loss(step + 20).backward()
-
-
-def asks_for_gradients(loop):
-    for step in loop.steps():
-        (gradient,) = torch.autograd.grad(loop.loss(step + 50), loop.net.words.weight)
+def asks_for_gradients(site):
+    training = Training(site)
+    for step in training.steps():
+        (gradient,) = torch.autograd.grad(training.loss(step + 50), training.model.words.weight)
         assert gradient.to_dense().any()
-        loop.loss(step).backward()
+        training.trains(step)
 
 
-def runs_two_optimizers(loop):
-    for step in range(STEPS):
-        loop.begin(step)
-        loop.optimizer.step()
-        if step % 2:
-            loop.second.step()
-        loop.refresh()
+def runs_two_optimizers(site):
+    model = site.model()
+    parts = nn.ModuleList([model.words, model.tags]), nn.ModuleList(list(model)[:5])
+    optimizers = [site.optimizer(part, 0.3) for part in parts]
+    reduction = site.reduce(model)
+    for step in range(6):
+        model.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        for optimizer in optimizers[: 1 + step % 2]:
+            optimizer.step()
 
 
-def freezes_and_frees(loop):
-    frozen = {1: [loop.net.words.weight], 2: [*loop.net.head.parameters()], 4: []}
-    for step in range(STEPS):
-        if step in frozen:
-            for parameter in loop.net.parameters():
-                parameter.requires_grad_(not any(parameter is other for other in frozen[step]))
-        loop.update(step)
+def trains_the_tables_only(site):
+    model = site.model()
+    for layer in list(model)[:5]:
+        layer.requires_grad_(False)
+    trains(site, model)
 
 
-def trains_the_tables_only(loop):
-    loop.net.mix.requires_grad_(False)
-    loop.net.head.requires_grad_(False)
-    discards_to_none(loop)
-
-
-def passes_closures(loop):
-    for step in range(STEPS):
+def passes_closures(site):
+    training = Training(site)
+    for step in range(4):
 
         def closure(step=step):
-            loop.zero_grad()
-            loss = loop.loss(step)
-            loss.backward()
-            loop.synchronize()
-            return loss
+            training.optimizer.zero_grad()
+            training.trains(step)
+            return 1.0
 
-        loop.step(closure)
+        training.optimizer.step(closure)
 
 
-def goes_through_a_graph_twice(loop):
-    for step in loop.steps():
-        loss = loop.loss(step)
-        with loop.no_sync():
-            loss.backward(retain_graph=True)
-        loss.backward()
-
-
-def changes_gradients(loop):
-    for step in range(STEPS):
-        loop.begin(step)
-        for parameter in loop.model.parameters():
+def changes_gradients(site):
+    training = Training(site)
+    for step in training.steps():
+        training.trains(step)
+        for parameter in training.model.parameters():
             parameter.grad.mul_(0.5)
-        loop.step()
 
 
-def clips(loop):
-    for step in range(STEPS):
-        loop.begin(step)
-        if loop.managed is None:
-            norm = nn.utils.clip_grad_norm_(loop.net.parameters(), 0.05)
-        else:
-            norm = loop.managed.clip_grad_norm_(0.05)
-        assert norm > 0.05
-        loop.step()
+def clips(site):
+    training = Training(site)
+    by_hand = partial(nn.utils.clip_grad_norm_, [*training.model.parameters()])
+    for step in training.steps():
+        training.trains(step)
+        assert (by_hand if site.by_hand else training.reduction.clip_grad_norm_)(0.2) > 0.2
 
 
-def penalizes_gradients(loop):
-    for step in loop.steps():
-        ids, targets = loop.batch(step)
-        with loop.stated(ids):
-            features = loop.net.features(ids)
-            scores = loop.net.head(loop.net.mix(features).tanh()).squeeze(1)
-        (slopes,) = torch.autograd.grad(scores.sum(), features, create_graph=True)
-        ((scores - targets).square().mean() + slopes.square().sum(1).mean()).backward()
+def recomputes(site):
+    training = Training(site)
+    for step in training.steps():
+        inputs, targets = site.batch(step)
+        with training.reduction.samples(len(inputs)):
+            scores = training.model.layers(checkpoint(training.model.features, inputs, use_reentrant=False))
+        nn.functional.cross_entropy(scores, targets).backward()
+        training.agree(len(inputs))
 
 
-def recomputes(loop):
-    for step in loop.steps():
-        ids, targets = loop.batch(step)
-        with loop.stated(ids):
-            features = checkpoint(loop.net.features, ids, use_reentrant=False)
-            (loop.net.head(loop.net.mix(features).tanh()).squeeze(1) - targets).square().mean().backward()
+PROGRAMS = {
+    name: LOOPS[name].function
+    for name in (
+        "plain",
+        "discarded_zero_grad",
+        "discarded_set_to_zero",
+        "discarded_grad_none",
+        "discarded_by_the_optimizer",
+        "discarded_now_and_then",
+        "discarded_and_no_other",
+        "accumulation_under_no_sync",
+        "accumulation_without_no_sync",
+        "more_and_more_backward_passes",
+        "static_input_buffer",
+        "skipped_on_all_sites",
+        "skipped_on_one_site",
+        "no_backward_at_one_site",
+        "batch_of_no_rows",
+        "loss_times_zero",
+        "single_rows",
+        "gradients_kept_over_steps",
+        "evaluation_between_backward_passes",
+        "retained_graph",
+        "exceptions_in_forward_and_loader",
+        "exception_in_backward",
+        "progressive_freezing",
+        "input_gradient_penalty",
+        "fgsm",
+        "pgd",
+    )
+} | {
+    each.__name__: each
+    for each in (
+        steps_twice,
+        fails_in_backward,
+        scales_with_an_overflow,
+        asks_for_gradients,
+        runs_two_optimizers,
+        trains_the_tables_only,
+        passes_closures,
+        changes_gradients,
+        clips,
+        recomputes,
+    )
+}
 
 
-def rests_at_one_site(loop):
-    for step in range(STEPS):
-        loop.zero_grad()
-        if loop.rank == 1 and step in (1, 2):
-            loop.managed.reduction.idle()
-        else:
-            loop.loss(step, only=0 if step in (1, 2) else None).backward()
-            loop.synchronize()
-        loop.step()
-
-
-LOOPS = [each for each in [*globals().values()] if inspect.isfunction(each) and each.__module__ == __name__]
-
-
-def run(program, kind, mode, manager):
-    """Run a program on this site and in one process; returns the largest difference, and how far it has trained."""
-    several = program is runs_two_optimizers
-    options = {"timeout": 20.0, "check_finite": program is not scales_with_an_overflow}
-    expected = Loop(kind, several=several)
-    start = copy.deepcopy(expected.net.state_dict())
-    program(expected)
-    loop = Loop(kind, manager.rank, mode, manager, options, several)
-    program(loop)
-    state = loop.managed.state_dict()
-    manager.barrier()
-    loop.managed.close()
-    wanted = expected.net.state_dict()
-    off = {name: float((state[name].double() - wanted[name].double()).abs().max()) for name in wanted}
-    moved = {name: float((start[name] - wanted[name]).abs().max()) for name in wanted}
+def run(name, kind, mode, manager):
+    """Run a program with managed rows and by hand; return the largest difference, and how far it has trained."""
+    sites = [ManagedSite(kind, mode, each) for each in (manager, None)]
+    found, expected = (PROGRAMS[name](site) or site.end() for site in sites)
+    start = sites[0].start
+    off = {each: float((found[each].double() - expected[each].double()).abs().max()) for each in expected}
+    moved = {each: float((start[each] - expected[each]).abs().max()) for each in ("words.weight", "tags.weight")}
     return off, moved
 
 
-def run_all(kind, mode, names):
+def run_all(kind, mode):
     results = {}
-    programs = {program.__name__: program for program in LOOPS}
-    for name in names:
+    for name in PROGRAMS:
         with ParameterManager(timeout=200) as manager:
             try:
-                results[name] = run(programs[name], kind, mode, manager)
+                results[name] = run(name, kind, mode, manager)
             except Exception:
                 results[name] = traceback.format_exc()
     return results
-
-
-# Managed embeddings: torch's own results in one process, and in any loop one process's results over several sites
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -608,54 +475,55 @@ TOLERANCE = 3e-6
 @functools.cache
 def results(kind, mode):
     """Run all loops in one call of the sites; the tests look at what has come of them."""
-    return support.sites(2).run(run_all, kind, mode, [program.__name__ for program in LOOPS], timeout=400)
+    return support.sites(2).run(run_all, kind, mode, timeout=400)
 
 
-@pytest.mark.parametrize("program", LOOPS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize(("kind", "mode"), [("sgd", "dsgd"), ("adagrad", "dad")])
-def test_loops_on_managed_rows_train_as_one_process(program, kind, mode):
-    for result in (of_site[program.__name__] for of_site in results(kind, mode)):
-        assert not isinstance(result, str), result
-        off, moved = result
+def test_loops_on_managed_rows_train_as_by_hand(name, kind, mode):
+    for of_site in results(kind, mode):
+        assert not isinstance(of_site[name], str), of_site[name]
+        off, moved = of_site[name]
         assert max(off.values()) < TOLERANCE, off
-        tables = [moved["words.weight"], moved["tags.weight"]]
-        assert min(tables) > 200 * TOLERANCE, moved  # else there would be nothing to see
+        assert min(moved.values()) > 200 * TOLERANCE, moved  # else there would be nothing to see
 
 
 @support.at_sites(2)
 def test_what_would_go_wrong_unseen_is_refused():
     with ParameterManager(timeout=200) as manager:
-        loop = Loop("sgd", manager.rank, manager=manager)
-        loop.update(0)
-        before = loop.managed.state_dict()
-        loop.zero_grad()
-        loop.loss(1).backward()
+        training = Training(ManagedSite("sgd", "dsgd", manager))
+        managed, optimizer, number = training.reduction, training.optimizer, training.steps()
+        training.trains(next(number))
+        next(number)
+        before = managed.state_dict()
+        training.loss(1).backward()
+        clip = r"clip_grad_norm_\(\) before the gradient of 'words.weight' is synchronized"
         refuses(
-            (lambda: loop.optimizer.step(), "before gradient"),
-            (
-                lambda: loop.managed.clip_grad_norm_(1.0),
-                r"clip_grad_norm_\(\) before the gradient of 'words.weight' is synchronized",
-            ),
+            (optimizer.step, "before gradient"),
+            (lambda: managed.clip_grad_norm_(1.0), clip),
             error=RuntimeError,
         )
-        loop.synchronize()
-        for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
-            with pytest.raises(RuntimeError, match=r"spread over the sites.*AdaModel\.other_parameters"):
-                clip(loop.managed.parameters(), 1.0)
-        loop.zero_grad()
-        ids, _ = loop.batch(2)
-        rows = loop.net.tags(ids)
+        managed.synchronize()
+        spread = r"spread over the sites.*AdaModel\.other_parameters"
+        refuses(
+            (lambda: nn.utils.clip_grad_norm_(managed.parameters(), 1.0), spread),
+            (lambda: nn.utils.clip_grad_value_(managed.parameters(), 1.0), spread),
+            error=RuntimeError,
+        )
+        optimizer.zero_grad()
+        rows = training.model.tags(training.model.numbers(training.site.inputs(2)))
         if manager.rank == 1:
             rows.register_hook(lambda gradient: gradient * torch.nan)
-        (rows.square().mean() + loop.loss(2)).backward()
+        (rows.square().mean() + training.loss(2)).backward()
         with pytest.raises(NonFiniteError, match=r"NaN or Inf at site 1.*the gradient of 'tags\.weight'"):
-            loop.synchronize()
-        loop.zero_grad()
-        after = loop.managed.state_dict()
+            managed.synchronize()
+        optimizer.zero_grad()
+        after = managed.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in ("words.weight", "tags.weight"))
-        loop.update(3)
+        training.trains(3)
+        optimizer.step()
         manager.barrier()
-        loop.managed.close()
+        managed.close()
 
 
 @pytest.mark.parametrize("count", [101, 1 << 40, -1])

@@ -148,6 +148,10 @@ class Site:
             self._models.append(net() if build is None else build())
         return self._models[-1]
 
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        """Build the optimizer of a model."""
+        return sgd(model, lr)
+
     def reduce(self, model: nn.Module, **options: Any) -> Any:
         """Build the reduction of a model."""
         options = self.options | options
@@ -233,8 +237,8 @@ class Training:
     def __init__(self, site: Site, model: nn.Module | None = None, lr: float = 0.2, **options: Any) -> None:
         self.site = site
         self.model: Any = site.model() if model is None else model
+        self.optimizer: torch.optim.Optimizer = site.optimizer(self.model, lr)
         self.reduction = site.reduce(self.model, **options)
-        self.optimizer: torch.optim.Optimizer = sgd(self.model, lr)
 
     def steps(self, count: int = STEPS) -> Iterator[int]:
         """Clear the gradients before each step, yield its number, and apply the gradients after it."""
