@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from comparison import Beside, gradients
+from support import refuses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo_training import replicas_stay_equal, trains
@@ -101,65 +103,6 @@ def test_a_step_without_any_data_leaves_no_gradient() -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("mode", ["dsgd", "dad", "edad", "rankdad", "topk"])
-@support.at_sites(2)
-def test_a_site_without_data_need_not_clear_its_gradients(mode: str) -> None:
-    rank = dist.get_rank()
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    reference = copy.deepcopy(model)
-    settings = {"rank": 64, "tolerance": 0.0, "error_feedback": False, "wire": "fp32"} if mode == "rankdad" else {}
-    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples", **settings)
-    for step in range(4):
-        inputs = torch.randn(6, 12, dtype=torch.float64)
-        idles = step >= 2 and rank == 1
-        if not idles:
-            model.zero_grad()
-        reference.zero_grad()
-        rows = slice(0, 6) if step >= 2 else (slice(0, 3), slice(3, 6))[rank]
-        reference(inputs).square().mean().backward()
-        if idles:
-            reduction.idle()
-        else:
-            model(inputs[rows]).square().mean().backward()
-            reduction.synchronize()
-        for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            close = 1e-9 if mode != "topk" else 1.0
-            assert (found.grad - expected.grad).norm() <= close * expected.grad.norm(), (step, name)
-    assert reduction.first_difference() is None
-    agreed = torch.cat([each.grad.reshape(-1) for each in model.parameters()])
-    assert all(torch.equal(agreed, each) for each in reduction.gather_objects(agreed))
-
-
-@pytest.mark.parametrize("keepers", [(1,), (0, 1)], ids=["one", "all"])
-@pytest.mark.parametrize("mode", ["dsgd", "dad", "edad"])
-@support.at_sites(2)
-def test_what_sites_keep_of_the_last_step_counts_in_the_next_one(mode: str, keepers: tuple[int, ...]) -> None:
-    """As with DDP, which averages what stands in ``.grad``."""
-    rank = dist.get_rank()
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    reduction = dadplug.GradientReduction(model, mode=mode)
-    before: list[torch.Tensor] = []
-    for step in range(4):
-        inputs = torch.randn(6, 12, dtype=torch.float64)
-        reference = copy.deepcopy(model)
-        reference.zero_grad()
-        reference(inputs).square().mean().backward()
-        kept = step == 2
-        if not (kept and rank in keepers):
-            model.zero_grad()
-        model(inputs[(slice(0, 3), slice(3, 6))[rank]]).square().mean().backward()
-        reduction.synchronize()
-        share = len(keepers) / 2 if kept else 0.0
-        expected = [each.grad for each in reference.parameters()]
-        if kept:
-            expected = [new + share * old for new, old in zip(expected, before, strict=True)]
-        before = [each.grad.clone() for each in model.parameters()]
-        for found, wanted in zip(before, expected, strict=True):
-            assert (found - wanted).norm() <= 1e-9 * wanted.norm(), step
-
-
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad", "topk"])
 @support.at_sites(2)
 def test_batches_without_rows_at_all_sites_leave_zeros_as_in_one_process(mode: str) -> None:
@@ -222,16 +165,26 @@ def test_gradient_penalties_are_exact(mode: str, name: str) -> None:
 
 @support.at_sites(2)
 def test_arguments_of_other_types_are_refused() -> None:
-    for other in (None, "model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)):
-        with pytest.raises(TypeError, match=f"the model must be a torch.nn.Module, got {type(other).__name__}"):
-            GradientReduction(other, mode="dad", weighting="samples")
-    for group in ("gloo", 3, dist.GroupMember.NON_GROUP_MEMBER):
-        with pytest.raises(TypeError, match="process_group must be a"):
-            GradientReduction(nn.Linear(2, 2), mode="dad", process_group=group, weighting="samples")
-    reduction = GradientReduction(nn.Linear(2, 2), mode="dad")
-    for loss in (True, "0.5", torch.ones(())):
-        with pytest.raises(TypeError, match=f"takes a number, .* got {type(loss).__name__}"):
-            reduction.report(loss)
+    others = (None, "model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    groups = ("gloo", 3, dist.GroupMember.NON_GROUP_MEMBER)
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    compiled = "{} is compiled by torch.jit.script.*torch.compile"
+    report = GradientReduction(nn.Linear(2, 2), mode="dad").report
+    refuses(
+        *(
+            (partial(GradientReduction, each), f"must be a torch.nn.Module, got {type(each).__name__}")
+            for each in others
+        ),
+        *(
+            (partial(GradientReduction, nn.Linear(2, 2), process_group=each), "process_group must be")
+            for each in groups
+        ),
+        *((partial(report, loss), f"got {type(loss).__name__}") for loss in (True, "0.5", torch.ones(()))),
+        (lambda: GradientReduction(scripted), compiled.format("the model"), ValueError),
+        (lambda: GradientReduction(nn.Sequential(scripted)), compiled.format("layer '0'"), ValueError),
+        (lambda: GradientReduction(nn.LazyLinear(3)), "parameter 'weight' has no shape yet", ValueError),
+        error=TypeError,
+    )
 
 
 # Reports and state of a reduction: plan, traffic, state, buffers, options
@@ -534,31 +487,21 @@ def test_a_damaged_state_is_loaded_as_a_whole_or_not_at_all(way: str) -> None:
 def test_two_reductions_on_one_model_are_refused():
     model = layers()
     reduction = dadplug.GradientReduction(model, mode="dad")
+    wrapped, message = dadplug.DistributedDataParallel(layers()), r"a GradientReduction exchanges.*detach\(\)"
     for other in (model, nn.Sequential(model[0], nn.Linear(2, 2))):  # also where only a part is shared
-        with pytest.raises(ValueError, match=r"a GradientReduction exchanges.*detach\(\)"):
-            dadplug.GradientReduction(other, mode="dsgd")
-        for way in (dadplug.LocalSGD, dadplug.ParameterServer, dadplug.hogwild.Hogwild):
-            with pytest.raises(ValueError, match=r"a GradientReduction exchanges.*detach\(\)"):
-                way(other, torch.optim.SGD(other.parameters(), 0.1))
-    wrapped = dadplug.DistributedDataParallel(layers())
-    with pytest.raises(ValueError, match=r"dadplug's DistributedDataParallel.*model\.reduction.*model\.module"):
-        dadplug.GradientReduction(wrapped)
+        optimizer = torch.optim.SGD(other.parameters(), 0.1)
+        refuses(
+            (partial(dadplug.GradientReduction, other), message),
+            (partial(dadplug.LocalSGD, other, optimizer), message),
+            (partial(dadplug.ParameterServer, other, optimizer), message),
+            (partial(dadplug.hogwild.Hogwild, other, optimizer), message),
+            (
+                lambda: dadplug.GradientReduction(wrapped),
+                r"dadplug's DistributedDataParallel.*model\.reduction.*model\.module",
+            ),
+        )
     reduction.detach()
     dadplug.GradientReduction(model, mode="dad", weighting="samples").detach()
-
-
-def test_scripted_modules_are_refused():
-    for scripted, part in (
-        (torch.jit.script(nn.Linear(2, 2)), "the model"),
-        (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "layer '0'"),
-    ):
-        with pytest.raises(ValueError, match=f"{part} is compiled by torch.jit.script.*torch.compile"):
-            dadplug.GradientReduction(scripted)
-
-
-def test_lazy_modules_need_a_shape_first():
-    with pytest.raises(ValueError, match="parameter 'weight' has no shape yet"):
-        dadplug.GradientReduction(nn.LazyLinear(3), weighting="samples")
 
 
 def test_a_state_of_another_way_to_train_is_an_error():

@@ -31,7 +31,9 @@ DENSE = [
     {"mode": "dsgd"},
 ]
 FACTORS = [
+    {"mode": "rankdad"},
     {"mode": "rankdad", "rank": 2},
+    {"mode": "rankdad", "rank": 24, "wire": "int8"},
     {"mode": "rankdad", "rank": 2, "error_feedback": True},
     {"mode": "rankdad", "rank": 2, "merge": "owner"},
     {"mode": "rankdad", "rank": 2, "error_feedback": True, "wire": "bf16"},
@@ -127,8 +129,9 @@ def overflows(loop: Loop, step: int) -> None:
 
 
 def is_refused(loop: Loop, step: int) -> None:
-    loop.forward(100 + step, math.nan if loop.rank == 0 else 1.0).backward()
-    with pytest.raises(NonFiniteError, match="site 0"):
+    culprit = dist.get_world_size() - 1
+    loop.forward(100 + step, math.nan if loop.rank == culprit else 1.0).backward()
+    with pytest.raises(NonFiniteError, match=rf"NaN or Inf at site {culprit}\b"):
         loop.reduction.synchronize()
     loop.optimizer.zero_grad()
     loop.plain(step)
@@ -226,7 +229,8 @@ def test_three_sites_repeat_together(sites):
 
 def test_nodes_with_several_processes_recover_and_repeat(sites):
     sites(4).run(repeats, {"mode": "topk", "density": 0.1, "hierarchy": 2})
-    sites(4).run(recovers, {"mode": "rankdad", "rank": 2, "error_feedback": True, "hierarchy": 2})
+    for options in ({"mode": "rankdad", "rank": 2, "error_feedback": True}, {"mode": "dsgd"}, {"mode": "dad"}):
+        sites(4).run(recovers, options | {"hierarchy": 2})
 
 
 def scaled(scale: Callable[[int], float], idle: int | None = None) -> dict[int, Step]:
@@ -269,7 +273,7 @@ def unseen(loop: Loop, step: int) -> None:
 
 
 KEEPERS = [o for o in DENSE + FACTORS if (o.get("error_feedback") is True or o["mode"] in ("powersgd", "topk"))]
-KEEPERS = [o for o in KEEPERS if o.get("error_feedback") is not False] + [{"mode": "dsgd", "wire": "int8"}, FACTORS[3]]
+KEEPERS = [o for o in KEEPERS if o.get("error_feedback") is not False] + [{"mode": "dsgd", "wire": "int8"}, FACTORS[5]]
 
 
 @pytest.mark.parametrize("options", KEEPERS, ids=name_of)
@@ -456,26 +460,6 @@ def test_a_state_may_be_loaded_in_mid_training(mode: str) -> None:
     reduction.load_state_dict(state)
     gradients(model, dist.get_rank(), 3)
     reduction.synchronize()
-    assert reduction.first_difference() is None
-
-
-@pytest.mark.parametrize("options", LOSSY, ids=name_of)
-@support.at_sites(2)
-def test_nan_is_reported_and_forgotten(options: dict) -> None:
-    model = network()
-    reduction = dadplug.GradientReduction(model, **{"weighting": "samples"} | options)
-    for step in range(6):
-        model.zero_grad()
-        inputs = batch(dist.get_rank(), step)
-        if step in (0, 3) and dist.get_rank() == 1:
-            inputs[2, 5] = math.nan
-        model(inputs).square().mean().backward()
-        if step in (0, 3):
-            with pytest.raises(NonFiniteError, match="site 1"):
-                reduction.synchronize()
-        else:
-            reduction.synchronize()
-            assert all(p.grad.isfinite().all() for p in model.parameters())
     assert reduction.first_difference() is None
 
 

@@ -41,7 +41,10 @@ def outcome(name: str, modes: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 OFTEN = ("edad", "rankdad-feedback")  # modes of each loop in `make test`; it has one of the others, in turn
-WHOLE = ("plain", "accumulation_under_no_sync", "layers_added", "several_losses_several_optimizers", "batch_of_no_rows")
+WHOLE = (
+    *("plain", "accumulation_under_no_sync", "layers_added", "several_losses_several_optimizers", "batch_of_no_rows"),
+    *("gradients_kept_at_one_site", "idle_without_clearing"),
+)
 
 
 def cases() -> Iterator[object]:

@@ -211,6 +211,30 @@ def gradients_kept_over_steps(site: Site) -> None:
 
 
 @loop(late=KEPT)
+def gradients_kept_at_one_site(site: Site) -> None:
+    """As with DDP, which averages what stands in ``.grad``."""
+    training = Training(site, lr=0.05)
+    for step in range(4):
+        if step != 2 or site.rank == 0:
+            training.optimizer.zero_grad()
+        training.trains(step)
+        training.optimizer.step()
+
+
+@loop(late=KEPT)
+def idle_without_clearing(site: Site) -> None:
+    """An idle site has gradients of the step before, which count for nothing."""
+    training = Training(site)
+    for step in range(5):
+        if step in (2, 3) and site.rank == 1:
+            site.idle(training.reduction)
+        else:
+            training.optimizer.zero_grad()
+            training.trains(step)
+        training.optimizer.step()
+
+
+@loop(late=KEPT)
 def gradient_from_before(site: Site) -> None:
     """A `.grad`, another at each site, that is there before the reduction is built, and counts."""
     model = site.model()
