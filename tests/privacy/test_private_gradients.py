@@ -5,9 +5,12 @@ import copy
 import math
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
+from comparison import off_by
 from dadplug.hooks import Factor
+from single_samples import by_backward, check_clipped_sums, off, reduce, sum_of_sites
 from support import refuses
 from torch import nn
 
@@ -15,22 +18,6 @@ import dadplug
 from dadplug import DifferentialPrivacy
 from dadplug.privacy.noise import FormedSum, Noise, TableSum, UnformedGradient
 from dadplug.tools.cli import add_option_arguments
-
-CLIPPED = {"noise_multiplier": 0.0, "sample_rate": 0.1, "expected_batch": 4}
-
-
-def clipped_sum(model, loss, batch, norm):
-    """Return the sum of the samples' gradients, each clipped over all parameters, and the norms."""
-    total, norms = [torch.zeros_like(each) for each in model.parameters()], []
-    for number in range(len(batch[0])):
-        model.zero_grad()
-        loss(model, *(each[number : number + 1] for each in batch)).backward()
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
-        norms.append(float(sum(each.square().sum() for each in gradients).sqrt()))
-        for sum_, each in zip(total, gradients):
-            sum_.add_(each * min(1.0, norm / norms[-1]))
-    model.zero_grad()
-    return total, norms
 
 
 class Twice(nn.Module):
@@ -148,27 +135,13 @@ def build(name):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_clipped_sums_are_those_of_single_samples(name, reduction):
     model, draw, loss = build(name)
-    reference, batch = copy.deepcopy(model), draw(7)
-    _, norms = clipped_sum(reference, loss, batch, 1.0)
-    norm = sorted(norms)[3]  # some are clipped, and some are not
-    expected, _ = clipped_sum(reference, loss, batch, norm)
-    privacy = DifferentialPrivacy(max_grad_norm=norm, loss_reduction=reduction, **CLIPPED)
-    reduction_ = dadplug.GradientReduction(model, mode="dsgd", privacy=privacy)
-    value = loss(model, *batch)
-    (value if reduction == "mean" else value * 7).backward()
-    reduction_.synchronize()
-    for (key, parameter), wanted in zip(model.named_parameters(), expected, strict=True):
-        off = (parameter.grad * privacy.expected_batch - wanted).abs().max()
-        assert float(off) <= 1e-6 * float(wanted.abs().max()) + 1e-14, key
-    assert max(float(each.abs().max()) for each in expected) > 0
-    reduction_.detach()
+    batch = draw(7)
+    check_clipped_sums(model, loss, batch, by_backward(model, loss, batch), reduction).detach()
 
 
 def test_micro_batches_add_up_and_discarded_ones_do_not():
     model, draw, loss = build("convolution")
-    reference = copy.deepcopy(model)
-    privacy = DifferentialPrivacy(max_grad_norm=0.3, **CLIPPED)
-    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=privacy)
+    reduction = reduce(model, 0.3)
     batches = [draw(3), draw(5), draw(2)]
     loss(model, *batches[2]).backward()
     model.zero_grad()  # it is discarded
@@ -178,9 +151,7 @@ def test_micro_batches_add_up_and_discarded_ones_do_not():
         raise ZeroDivisionError(loss(model, *batches[2]))  # a forward pass without a backward pass
     loss(model, *batches[1]).backward()
     reduction.synchronize()
-    sums = [clipped_sum(reference, loss, each, 0.3)[0] for each in batches[:2]]
-    for parameter, *wanted in zip(model.parameters(), *sums, strict=True):
-        torch.testing.assert_close(parameter.grad * 4, sum(wanted))
+    assert off(model, sum_of_sites(build("convolution")[0], loss, batches[:2], 0.3), 4) < 1e-7
     model.zero_grad()
     reduction.synchronize()  # an empty batch
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
@@ -191,17 +162,14 @@ def test_micro_batches_add_up_and_discarded_ones_do_not():
 
 def test_samples_with_nan_are_left_out(caplog):
     model, draw, loss = build("mlp")
-    reference, (inputs, targets) = copy.deepcopy(model), draw(5)
-    privacy = DifferentialPrivacy(max_grad_norm=0.3, loss_reduction="sum", **CLIPPED)
-    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=privacy)
+    inputs, targets = draw(5)
+    reduction = reduce(model, 0.3, loss_reduction="sum")
     spoilt = inputs.clone()
     spoilt[2] = math.nan
     nn.functional.cross_entropy(model(spoilt), targets, reduction="sum").backward()
     reduction.synchronize()
     rest = [0, 1, 3, 4]
-    expected, _ = clipped_sum(reference, loss, (inputs[rest], targets[rest]), 0.3)
-    for parameter, wanted in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad * 4, wanted)
+    assert off(model, sum_of_sites(build("mlp")[0], loss, [(inputs[rest], targets[rest])], 0.3), 4) < 1e-7
     assert "samples whose gradients hold NaN or Inf are left out" in caplog.text
 
 
@@ -230,9 +198,12 @@ def trains_at_two_sites(mode):
     reduction = dadplug.GradientReduction(model, mode=mode, privacy=privacy, **options)
     loss(model, *both[rank]).backward()
     reduction.synchronize()
-    sums = zip(*(clipped_sum(reference, loss, each, 0.2)[0] for each in both), strict=True)
-    wanted = [(one + other) / 12 for one, other in sums]
-    first = off(model, wanted, 1)
+    wanted = torch.cat([each.flatten() / 12 for each in sum_of_sites(reference, loss, both, 0.2).values()])
+
+    def error(steps: int) -> float:
+        return off_by(torch.cat([each.grad.flatten() for each in model.parameters()]), wanted * steps)
+
+    first = error(1)
     if mode == "dsgd":
         assert first < 1e-10
     else:  # what the rank leaves out comes with later steps
@@ -244,7 +215,7 @@ def trains_at_two_sites(mode):
             reduction.synchronize()
             for total, parameter in zip(sent, model.parameters()):
                 parameter.grad = total.add_(parameter.grad).clone()
-        assert off(model, wanted, 10) < 0.4 * first
+        assert error(10) < 0.4 * first
     noisy = dadplug.GradientReduction(copy.deepcopy(reference), mode=mode, privacy=DifferentialPrivacy(), **options)
     optimizer = torch.optim.Adam(noisy.model.parameters(), 1e-2)
     for step in range(4):
@@ -256,13 +227,6 @@ def trains_at_two_sites(mode):
     assert noisy.first_difference() is None
     assert noisy.contributors == [0, 1]  # a site with an empty batch, too
     return str(noisy.plan), reduction.traffic.bytes_sent
-
-
-def off(model, wanted, steps):
-    """Return the relative error of the gradients, as those of some equal steps together."""
-    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    whole = torch.cat([each.flatten() for each in wanted]) * steps
-    return float((found - whole).norm() / whole.norm())
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "rankdad"])
@@ -390,44 +354,18 @@ class Turns(nn.Module):
         return self.layer(x.transpose(0, 1))
 
 
-def trains_in_trainers():
-    """Private gradients in Lightning, Catalyst and the drop-in: steps are counted, and replicas stay equal."""
-    import catalyst_training
-    import lightning_zoo as zoo
-    from dadplug.runners import DADStrategy, DistributedRunner
-
-    rank = dist.get_rank()
-    privacy = DifferentialPrivacy(1.0, 1.0, 0.1, 4)
-    strategy = DADStrategy("rankdad", rank=1, privacy=privacy)
-    _, current = zoo.fit("Plain", strategy, max_epochs=1, num_sanity_val_steps=0)
-    reduction = strategy.reduction
-    assert reduction._private.ledger.entries == [(1.0, 0.1, current.global_step, 1)]
-    assert current.global_step > 1
-    assert reduction.first_difference() is None
-    model = catalyst_training.net()
-    runner = DistributedRunner(mode="dsgd", privacy=privacy)
-    loader = torch.utils.data.DataLoader(catalyst_training.data(24, rank), 8)
-    catalyst_training.run(runner, model, torch.optim.SGD(model.parameters(), 0.1), [], {"train": loader}, epochs=2)
-    (entry,) = runner.reduction._private.ledger.entries
-    assert entry[2] >= 2 * len(loader) // 2
-    assert runner.reduction.first_difference() is None
-    model, draw, loss = build("mlp")
-    reference = copy.deepcopy(model)
+@support.at_sites(2)
+def test_a_wrapped_model_accumulates():
+    rank, (model, draw, loss) = dist.get_rank(), build("mlp")
     torch.manual_seed(5)
     both = [draw(6), draw(3)]
+    wanted = sum_of_sites(model, loss, both, 0.2)
     wrapped = dadplug.DistributedDataParallel(model, mode="dsgd", privacy=DifferentialPrivacy(0.0, 0.2, 0.1, 4))
     with wrapped.no_sync():
         loss(wrapped, *both[rank]).backward()
     loss(wrapped, *both[rank]).backward()
-    sums = zip(*(clipped_sum(reference, loss, each, 0.2)[0] for each in both), strict=True)
-    assert off(model, [(one + other) / 8 for one, other in sums], 2) < 1e-10
+    assert off(model, wanted, 8 / 2) < 1e-10
     assert wrapped.reduction._private.ledger.entries == [(0.0, 0.1, 1, 1)]
-
-
-def test_trainers(sites):
-    for each in ("pytorch_lightning", "catalyst"):
-        pytest.importorskip(each)
-    sites(2).run(trains_in_trainers)
 
 
 # Private gradients that are formed while they are compressed

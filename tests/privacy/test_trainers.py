@@ -7,6 +7,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from single_samples import by_backward, clipped
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -35,20 +36,10 @@ def loss_of(model, inputs, targets):
 
 def expected_step(sites=2):
     """Return the parameters after a step of rate 1 on all rows of all sites, and the greatest change."""
-    model = net()
-    total, clipped = [torch.zeros_like(each) for each in model.parameters()], 0
-    for site in range(sites):
-        inputs, targets = rows(site)
-        for number in range(ROWS):
-            model.zero_grad()
-            loss_of(model, inputs[number, None], targets[number, None]).backward()
-            norm = torch.cat([each.grad.flatten() for each in model.parameters()]).norm()
-            clipped += int(norm > NORM)
-            for sum_, each in zip(total, model.parameters(), strict=True):
-                sum_ += each.grad * min(1.0, NORM / float(norm))
-    assert 0 < clipped < sites * ROWS  # else a loss that was divided would not be seen
-    change = [each / (sites * EXPECTED) for each in total]
-    return [each.detach() - by for each, by in zip(net().parameters(), change, strict=True)]
+    batch = [torch.cat(each) for each in zip(*map(rows, range(sites)), strict=True)]
+    total, norms = clipped(by_backward(net(), loss_of, batch), NORM)
+    assert 0 < int((norms > NORM).sum()) < sites * ROWS  # else a loss that was divided would not be seen
+    return [each.detach() - total[name] / (sites * EXPECTED) for name, each in net().named_parameters()]
 
 
 def check(model, tolerance=1e-10):
