@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -61,11 +60,8 @@ def served(app: Any, http: Any = "auto") -> Iterator[int]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        end = time.monotonic() + SECONDS
-        while not server.started:
-            assert thread.is_alive()
-            assert time.monotonic() < end, "the server did not start"
-            time.sleep(0.01)
+        support.until(lambda: server.started or not thread.is_alive(), lambda: "the server did not start", SECONDS)
+        assert thread.is_alive()
         yield port
     finally:
         server.should_exit = True

@@ -127,16 +127,24 @@ def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it(serv
     assert back.wait_for(FrameKind.DECISION) is not None
 
 
-def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost(serve, peer):
-    peers, back, ended = [peer(rank) for rank in range(3)], peer(2), threading.Event()
+def site_returns(serve, peer, contributions=0, **options):
+    """Let the last of three sites be lost and return; return the others and it, once the first is asked for a state."""
+    peers, back = [peer(rank) for rank in range(3)], peer(2)
     first, second, third = peers
-    service = serve(peers, on_end=ended.set)
-    third.send(FrameKind.CONTRIBUTION, samples=1, body=b"gradient")
+    service = serve(peers, **options)
+    for number in range(contributions):
+        third.send(FrameKind.CONTRIBUTION, number=number, samples=1, body=b"gradient")
     third.send(FrameKind.BYE, body=b"it was killed")
     assert first.wait_for(FrameKind.LEFT).site == 2
     service.adopt(2, back.theirs)
     assert first.wait_for(FrameKind.SNAPSHOT).number == 2
     assert back.wait_for(FrameKind.RETURNED).site == 2
+    return first, second, back
+
+
+def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost(serve, peer):
+    ended = threading.Event()
+    first, second, back = site_returns(serve, peer, contributions=1, on_end=ended.set)
     first.send(FrameKind.BYE, body=b"it was killed, too")
     assert second.wait_for(FrameKind.SNAPSHOT)[2:4] == (2, 2)  # the second request, for site 2
     assert back.wait_for(FrameKind.RETURNED).site == 2  # its log begins anew, after the loss
@@ -154,20 +162,14 @@ def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost(serve, pee
 
 
 def test_another_site_is_asked_for_its_state_if_the_first_one_does_not_answer(serve, peer):
-    peers, back = [peer(rank) for rank in range(3)], peer(2)
-    first, second, third = peers
-    service = serve(peers, silence=4.0)
-    third.send(FrameKind.BYE, body=b"it was killed")
-    assert first.wait_for(FrameKind.LEFT).site == 2
-    service.adopt(2, back.theirs)
-    assert first.wait_for(FrameKind.SNAPSHOT).number == 2
-    assert back.wait_for(FrameKind.RETURNED).site == 2
-    deadline = time.monotonic() + SECONDS
-    while FrameKind.SNAPSHOT not in second.kinds():  # the program of the first one is held up, and its heart beats
-        assert time.monotonic() < deadline
-        for each in (first, second, back):
+    first, second, back = site_returns(serve, peer, silence=4.0)
+
+    def asked() -> bool:
+        for each in (first, second, back):  # the program of the first one is held up, and its heart beats
             each.send(FrameKind.ALIVE)
-        time.sleep(0.05)
+        return FrameKind.SNAPSHOT in second.kinds()
+
+    until(asked)
     assert back.wait_for(FrameKind.RETURNED).site == 2  # its log begins anew
     second.send(FrameKind.SNAPSHOT, number=2, base=2, body=b"state")
     first.send(FrameKind.SNAPSHOT, number=2, base=1, body=b"late state")
@@ -265,11 +267,12 @@ def test_beyond_the_memory_the_site_that_does_not_read_is_dropped(serve, peer):
     serve([first, second], memory=1 << 18)
     for number in range(40):
         first.send(FrameKind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
-    deadline = time.monotonic() + SECONDS
-    while FrameKind.LEFT not in first.kinds():
-        assert time.monotonic() < deadline
+
+    def dropped() -> bool:
         first.stream.outgoing.flush()
-        time.sleep(0.001)
+        return FrameKind.LEFT in first.kinds()
+
+    until(dropped)
     left = first.wait_for(FrameKind.LEFT)
     assert left.site == 1
     assert b"and messages take more than 262144" in left.body
@@ -320,20 +323,17 @@ def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_othe
     ours, theirs = socket.socketpair()
     log = Log(ours, ReturnedSites(0, ["a"]), 1 << 16, SECONDS, SECONDS, Traffic(), delayed=service.blocks_others)
 
-    def wait_for(blocked: bool, *readers: Peer) -> None:
-        deadline = time.monotonic() + SECONDS
-        while log.blocked != blocked:
-            assert time.monotonic() < deadline
-            first.stream.outgoing.flush()
-            for reader in readers:
-                reader.kinds()
-            time.sleep(0.001)
+    def is_blocked(*readers: Peer) -> bool:
+        first.stream.outgoing.flush()
+        for reader in readers:
+            reader.kinds()
+        return log.blocked
 
     assert not log.blocked
     for number in range(40):
         first.send(FrameKind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
-    wait_for(True, first)
-    wait_for(False, first, third)  # it is of use to one of them
+    until(lambda: is_blocked(first))
+    until(lambda: not is_blocked(first, third))  # it is of use to one of them
     theirs.close()
     log.leave("")
 

@@ -14,6 +14,7 @@ from dadplug.runners.serving import PredictionClient, http_app
 from dadplug.runners.serving.http_app import HttpApp
 from dadplug.runners.serving.lit_server import Connection, Limits
 from served import HeldModel, patient_predictor, served
+from support import until
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dadplug.serving import Exp3, ModelError, ServingOptions
@@ -262,10 +263,7 @@ def reload(app):
     backend = backend_of(lambda batch: 3 * batch, ServingOptions())
     backend.start()
     model.replace(backend)
-    end = time.monotonic() + SECONDS
-    while model.version == 1:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: model.version > 1)
 
 
 def run(app, exchange_one):

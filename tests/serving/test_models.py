@@ -61,13 +61,6 @@ def net(width=5):
     return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
 
 
-def wait_until(condition):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
-
-
 def test_all_kinds_of_files_answer_as_the_model_does(builders, tmp_path):
     module, x = net(7).eval(), torch.randn(4)
     weights = module.state_dict()
@@ -92,7 +85,7 @@ def test_all_kinds_of_files_answer_as_the_model_does(builders, tmp_path):
         for name, model in predictor._models.items():
             model.request(x.numpy(), b"", 0.0, time.monotonic() + SECONDS, answers.append)
             assert model.status()["pid"] not in (None, os.getpid()), name
-        wait_until(lambda: len(answers) == len(models))
+        support.until(lambda: len(answers) == len(models))
         expected = module(x[None])[0].detach().numpy()
         for answer in answers:
             np.testing.assert_allclose(answer.output, expected, rtol=1e-5, err_msg=f"{answer}")
@@ -100,7 +93,7 @@ def test_all_kinds_of_files_answer_as_the_model_does(builders, tmp_path):
         p = predictor.predict(x)
         assert (p.confidence, set(p.models)) == (pytest.approx(1.0), set(models))
         pids = [model["pid"] for model in predictor.status()["models"].values()]
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    support.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 CATALYST = """
@@ -283,7 +276,7 @@ def test_a_changed_file_is_loaded_and_its_former_answers_are_void(builders, tmp_
         watcher.look()
         assert predictor.predict(x).output is old.output  # the file may be in the middle of a write
         watcher.look()
-        wait_until(lambda: predictor.status()["models"]["m"]["version"] == 2)
+        support.until(lambda: predictor.status()["models"]["m"]["version"] == 2)
         assert list(predictor.predict(x).output[:3]) == [10, 20, 30]
         path.write_text("garbage")
         watcher.look()
@@ -315,7 +308,7 @@ def test_a_process_that_ends_while_its_file_is_damaged_serves_the_last_good_vers
         odd(builders, path, scale=10.0)
         watcher.look()
         watcher.look()
-        wait_until(lambda: list(ask(predictor, [1.0, 2, 3, 0]).output[:3]) == [10, 20, 30])
+        support.until(lambda: list(ask(predictor, [1.0, 2, 3, 0]).output[:3]) == [10, 20, 30])
         assert not predictor.status()["models"]["m"]["last_good"]
         assert not copy.exists()
         copy = predictor._models["m"].backend._kept.copy
