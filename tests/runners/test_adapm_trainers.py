@@ -1,6 +1,5 @@
 """Managed embeddings in Lightning and Catalyst: one process's results, whole checkpoints, and what both say."""
 
-import inspect
 import os
 import warnings
 from functools import partial
@@ -333,16 +332,6 @@ def test_a_site_killed_in_fit_is_named_and_others_can_resume(tmp_path):
     for each in machines(RESUME=str(saved)):
         assert each.status == 0, each.errors
         assert "AdaPMStrategy 8 " in each.output
-
-
-def test_the_constructor_names_the_options_of_dadstrategy_with_their_defaults():
-    from dadplug.runners.pytorch_lightning import AdaPMStrategy, DADStrategy
-
-    ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (AdaPMStrategy, DADStrategy))
-    assert [name for name in theirs if name not in ours] == []
-    for name in theirs:
-        if name != "mode":
-            assert ours[name] == theirs[name]
 
 
 # Catalyst's runner for managed embeddings: one process's results, whole checkpoints, and what it says

@@ -214,6 +214,8 @@ def test_a_constructor_names_every_option_with_its_type_and_default(name):
         else:
             assert parameters[option.name].default == option.default
     assert not any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    strategy = inspect.signature(constructor("DADStrategy")).parameters.items() if name == "AdaPMStrategy" else ()
+    assert [other for other, each in strategy if other != "mode" and parameters.get(other) != each] == []
 
 
 def test_the_command_line_has_every_option_with_its_default():
