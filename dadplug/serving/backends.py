@@ -1,6 +1,6 @@
 """Backends: what computes the batches of a model, in this process or in a process of its own.
 
-Processes of models are started by fork from a program that has torch imported (`launcher.py`): the launchers of
+Processes of models are started by fork from a program that has torch imported (`loading.main`): the launchers of
 `multiprocessing` would run the user's main module again in each of them.
 """
 
@@ -258,7 +258,7 @@ def _read(reader: io.BufferedReader, size: int) -> bytearray:
 
 
 class Launcher:
-    """The program `launcher.py`, started when it is first needed and shared by all models of this process."""
+    """The program `loading.main`, started when it is first needed and shared by all models of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,7 @@
-"""Requests of a predictor as an ASGI application: /predict, /feedback, /metrics, /health and the status page."""
+"""Requests of a predictor as an ASGI application: /predict, /feedback, /metrics, /health and the status page.
+
+The routes are a table: Starlette's add HEAD, have error texts of their own, and take five times as long to be found.
+"""
 
 from __future__ import annotations
 
