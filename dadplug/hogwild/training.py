@@ -24,6 +24,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -31,7 +32,7 @@ from ..errors import ProcessFailedError
 from ..exchange import DEFAULT_TIMEOUT
 from ..step.model_sync.structure import before_update, refuse_attached
 from ..support.loaders import DrawnBatches, WrappedLoader, check_loader, with_batches
-from ..support.processes import Child
+from ..support.processes import Child, handling
 from ..support.schedules import available_cores
 from ..support.signature import OptionSet, check_choice, check_seconds, option, whole_number
 from .layout import Layout, check_model, check_optimizer, coalesce_gradients, create_state, divides_by_state, keep_state
@@ -231,7 +232,7 @@ def run_workers(
                 workers.append(_Spawned(rank, training, payload))
         return _collect(workers, board)
     finally:
-        with _uninterrupted():
+        with handling(signal.SIG_IGN, signal.SIGINT):
             for worker in workers:
                 worker.process.kill()
             for worker in workers:
@@ -239,20 +240,6 @@ def run_workers(
                 worker.pipe.close()
         if payload is not None:
             payload.close()
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Return a context in which Ctrl-C is ignored, where this thread may decide so."""
-    try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _pack(training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> SharedMemory:
@@ -300,7 +287,10 @@ def _train(pipe: Connection, rank: int, training: Hogwild, function: Callable[..
     try:
         torch.set_num_threads(training.threads)
         if rank:
-            _seed(torch.initial_seed() + rank)
+            seed = torch.initial_seed() + rank
+            torch.default_generator.manual_seed(seed % 2**63)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
         training.become(rank)
         value = function(training, *args)
         states = training.worker_states() if rank == 0 else []
@@ -311,14 +301,6 @@ def _train(pipe: Connection, rank: int, training: Hogwild, function: Callable[..
     with suppress(BrokenPipeError):
         pipe.send_bytes(report)
     pipe.close()
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed % 2**63)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 def _collect(workers: list[Child], board: Board) -> tuple[list[Any], list[dict[str, Any]]]:

@@ -58,7 +58,7 @@ def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = No
     threads = max(1, available_cores() // num_sites)
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        with _sigterm_as_exit():
+        with handling(lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGTERM):  # so that the sites end, too
             for rank in range(num_sites):
                 environment = os.environ | {
                     "RANK": str(rank),
@@ -83,16 +83,22 @@ def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = No
 
 
 @contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Convert SIGTERM to SystemExit in a context, so that the launched sites are stopped, too."""
+def handling(handler: Any, *numbers: int) -> Iterator[None]:
+    """Handle signals by a function in a context; in another thread than the main one, which may not, do nothing.
+
+    Args:
+        handler: the handler, as `signal.signal` takes it.
+        numbers: the signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:

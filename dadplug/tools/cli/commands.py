@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +157,18 @@ def output_file(suffix: str, is_drawn: bool = False) -> Callable[[str], Path]:
 
     def check(text: str) -> Path:
         path = Path(text)
-        if path.suffix.lower() != suffix:
-            raise argparse.ArgumentTypeError(f"{text!r} should end in {suffix}")
-        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
-        if is_drawn and importlib.util.find_spec("matplotlib") is None:
-            raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
+        refuse(
+            (path.suffix.lower() != suffix, f"{text!r} should end in {suffix}"),
+            (
+                not path.parent.is_dir() or not os.access(path.parent, os.W_OK),
+                f"there is no folder {str(path.parent)!r} that may be written to",
+            ),
+            (
+                is_drawn and importlib.util.find_spec("matplotlib") is None,
+                "a picture needs matplotlib: pip install 'dadplug[examples]'",
+            ),
+            error=argparse.ArgumentTypeError,
+        )
         return path
 
     return check
@@ -176,10 +183,6 @@ def _days(text: str) -> int:
     if not (number := text.removesuffix("d")).isdecimal():
         raise argparse.ArgumentTypeError(f"must be a number of days, such as 14d, got {text!r}")
     return int(number)
-
-
-def _hexadecimal(text: str) -> int:
-    return int(text, 16)
 
 
 def _count(text: str) -> int:
@@ -274,7 +277,11 @@ def renew(arguments: argparse.Namespace) -> None:
     "revoke the certificates of the hub or one site",
     NAME,
     OUT,
-    argument("--serial", type=_hexadecimal, help="serial number of one certificate (default: all of the name)"),
+    argument(
+        "--serial",
+        type=with_reason(partial(int, base=16)),
+        help="serial number of one certificate (default: all of the name)",
+    ),
 )
 def revoke(arguments: argparse.Namespace) -> None:
     """Revoke certificates, and print where the list of revoked ones has to go."""
@@ -415,6 +422,7 @@ def hub(arguments: argparse.Namespace) -> None:
     from ...hub.server.hub import Hub
     from ...hub.server.status import Outputs
     from ...parameter_server.service import SequencerHost
+    from ...support.processes import handling
 
     refuse(
         (arguments.grace <= 0, f"grace={arguments.grace}: it has to be positive"),
@@ -436,12 +444,8 @@ def hub(arguments: argparse.Namespace) -> None:
         def stop(number: int, frame: Any) -> None:
             hub.stop(f"it has received {signal.Signals(number).name}", may_return=number == signal.SIGTERM)
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
+        with handling(stop, signal.SIGTERM, signal.SIGINT):
             hub.run()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
     except KitError:
         raise
     except ValueError as error:
