@@ -14,6 +14,7 @@ from ..adaptive.adaptive_loader import adaptive_loader
 from ..errors import MismatchError
 from ..privacy.mechanism import check_delta
 from ..reduction import GradientReduction
+from ..support.progress import new_figure
 from ..support.refusals import refuse
 
 
@@ -383,12 +384,13 @@ class AdaptiveBatchSize(Monitor):
 
         Args:
             path: path of the PNG file.
-        """
-        from matplotlib.figure import Figure
 
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
         shown = {"batch/size": "batch", "batch/gain": "gain", "batch/noise_scale": "noise scale, samples"}
         shown["batch/goodput"] = "goodput, samples/s"
-        figure = Figure(figsize=(7, 7), layout="constrained")
+        figure = new_figure(7, 7)
         panels = figure.subplots(len(shown), 1, sharex=True)
         for panel, (name, label) in zip(panels, shown.items(), strict=True):
             panel.step(range(len(self.history)), [values[name] for values in self.history], where="post")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exchange.codec import register
+from ..support.progress import new_figure
 from .manager import ParameterManager, Table
 from .store import KeyState
 
@@ -140,13 +141,8 @@ class Timeline:
         """
         if not sites or any(len(site.clocks) < 2 for site in sites):
             raise ValueError("there is nothing to draw: each site must call note() twice at least")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
         watched = bool(sites[0].states)
-        figure: Any = Figure(figsize=(11, 8 if watched else 5), layout="constrained")
-        lower: Any = figure
+        lower = figure = new_figure(11, 8 if watched else 5)
         if watched:
             upper, lower = figure.subfigures(2, 1, height_ratios=(1.2, 1.6))
             _draw_keys(upper, sites)

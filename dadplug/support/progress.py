@@ -1,4 +1,4 @@
-"""Progress of a long measurement, and its report.
+"""Progress of a long measurement, its report, and figures for pictures.
 
 The progress, on standard error, is a bar that moves by the time, and lines that stay. The report is one HTML file that
 needs no other file and no network: a heading, a table and notes, light or dark.
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 _INTERVAL = 0.25  # seconds between two drawings
 _WIDTH = 24  # characters
@@ -110,6 +110,23 @@ class ProgressBar:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return a figure of matplotlib, which needs no display.
+
+    Args:
+        width: its width in inches.
+        height: its height in inches.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 _PAGE = """<!doctype html>

@@ -63,7 +63,12 @@ class Batch:
     targets: Any
 
     def __len__(self) -> int:
-        return _first(self.inputs).shape[0]
+        found = [each for each in tensors_of(self.inputs) if each.dim()]
+        if not found:
+            raise ValueError(
+                "inputs must be a tensor, or a tuple, list or mapping of tensors, with samples as first dimension"
+            )
+        return len(found[0])
 
     @property
     def data(self) -> Tensor:
@@ -117,15 +122,6 @@ def tensors_of(inputs: Any) -> list[Tensor]:
     if isinstance(inputs, (tuple, list)):
         return [each for each in inputs if isinstance(each, Tensor)]
     return [inputs] if isinstance(inputs, Tensor) else []
-
-
-def _first(inputs: Any) -> Tensor:
-    found = [each for each in tensors_of(inputs) if each.dim()]
-    if not found:
-        raise ValueError(
-            "inputs must be a tensor, or a tuple, list or mapping of tensors, with samples as first dimension"
-        )
-    return found[0]
 
 
 def _mapped(inputs: Any, change: Callable[[Any], Any]) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...support.files import write_file
 from ...support.logs import table
-from ...support.progress import report_page
+from ...support.progress import new_figure, report_page
 from .attacks.base import RECOVERED, Result, is_picture
 from .capture import Observation
 
@@ -341,16 +341,9 @@ class Report:
 
     def _drawn(self) -> bytes:
         """Return the picture as the content of a PNG file."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
         data = self.seen.batch.data
         shown = [result for result in self.results if result.pictures is not None and result.target == "data"]
-        if is_picture(data) and shown:
-            figure = _pictures(Figure, data, shown)
-        else:
-            figure = _bars(Figure, list(self.results))
+        figure = _pictures(data, shown) if is_picture(data) and shown else _bars(self.results)
         characters = int(9 * figure.get_figwidth())
         figure.suptitle("\n".join(textwrap.wrap(self._finding(), characters)), fontsize=10)
         buffer = io.BytesIO()
@@ -403,7 +396,7 @@ def _result_dict(result: Result) -> dict[str, Any]:
     }
 
 
-def _pictures(figure_type: Any, data: Tensor, shown: Sequence[Result]) -> Any:
+def _pictures(data: Tensor, shown: Sequence[Result]) -> Any:
     """Draw a row of originals, and a row of reconstructions for each attack."""
     count = min(_COLUMNS, len(data))
     low, high = float(data.min()), float(data.max())
@@ -412,7 +405,7 @@ def _pictures(figure_type: Any, data: Tensor, shown: Sequence[Result]) -> Any:
         assert result.pictures is not None
         kind = "confirmed" if result.attack == "span" else "recovered"
         rows.append((f"{result.attack}\n{result.recovered:.0%} {kind}", result.pictures, result.scores))
-    figure = figure_type(figsize=(1.15 * count + 1.4, 1.3 * len(rows) + 0.7), layout="constrained")
+    figure = new_figure(1.15 * count + 1.4, 1.3 * len(rows) + 0.7)
     panels = figure.subplots(len(rows), count, squeeze=False)
     for line, (label, pictures, scores) in zip(panels, rows, strict=True):
         for number, panel in enumerate(line):
@@ -426,9 +419,9 @@ def _pictures(figure_type: Any, data: Tensor, shown: Sequence[Result]) -> Any:
     return figure
 
 
-def _bars(figure_type: Any, results: Sequence[Result]) -> Any:
+def _bars(results: Sequence[Result]) -> Any:
     """Draw the similarity of each attack beside that of chance."""
-    figure = figure_type(figsize=(8, 0.45 * max(2, len(results)) + 1.6), layout="constrained")
+    figure = new_figure(8, 0.45 * max(2, len(results)) + 1.6)
     panel = figure.subplots()
     labels = [f"{each.attack} {each.layer}".strip() for each in results][::-1]
     panel.barh(range(len(labels)), [each.similarity for each in results][::-1], color="C0", label="similarity")

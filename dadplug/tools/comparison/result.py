@@ -8,10 +8,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ...support.logs import table
-from ...support.progress import report_page
+from ...support.progress import new_figure, report_page
 from .trial import DEFAULTS, LEAST_STEPS, Point
 
 # The HTML file
@@ -330,12 +329,9 @@ def draw(rows: Sequence[Row], title: str, path: str | Path) -> None:
     Raises:
         ImportError: if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, NullFormatter
-    except ImportError as error:
-        raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
-    figure: Any = Figure(figsize=(10, 4.8), layout="constrained")
+    figure = new_figure(10, 4.8)
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     by_time, by_bytes = figure.subplots(1, 2, sharey=True)
     for place, row in enumerate(rows):
         for number, run in enumerate(row.runs):

@@ -8,7 +8,6 @@ the sample from the rest of its batch has been recovered.
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ....exchange.handshake import Deadline
 from ....support.registry import Registry
 from ..capture import Batch, LayerView, Observation, call
 
@@ -64,26 +64,16 @@ class Result:
         return max(0.0, (self.similarity - self.chance) / (1 - self.chance)) if self.chance < 1 else 0.0
 
 
-class Budget:
+class Budget(Deadline):
     """Time that attacks may take.
 
     Args:
         seconds: time limit.
-        clock: returns the time in seconds.
     """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end = clock() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left, at least 0."""
-        return max(0.0, self._end - self._clock())
 
     def part(self, share: float) -> Budget:
         """Return a budget of a share of the time that is left."""
-        return Budget(self.left * share, self._clock)
+        return Budget(self.left * share)
 
     def rounds(self) -> Iterator[int]:
         """Count until the time is over, once at least."""
