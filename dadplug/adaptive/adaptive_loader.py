@@ -25,6 +25,7 @@ from ..exchange import Traffic, Transport
 from ..exchange.codec import register
 from ..exchange.fields import checked, invalid
 from ..step.model_sync.structure import attached, before_update
+from ..support.loaders import settings_of
 from ..support.refusals import refuse
 from ..support.signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
@@ -41,8 +42,6 @@ _FEWEST = 3  # measured steps of a split
 _KEPT = 24
 _SPLITS = 12
 _SHRINKS_AFTER = 17  # steps after which payloads are no longer padded to the size of larger batches before
-# Arguments of a DataLoader that an adaptive one in its place has, too.
-_SAME = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
 
 
 class GradientSource(Protocol):
@@ -617,12 +616,8 @@ def adaptive_loader(loader: Any, sites: int, seed: int, sampler: Any = None) -> 
     order: dict[str, Any] = {"shuffle": shuffle}
     if not shuffle and type(sampler) is not SequentialSampler:
         order = {"sampler": sampler}
-    options = {name: getattr(loader, name) for name in _SAME}
-    if loader.num_workers:
-        options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-    return AdaptiveDataLoader(
-        loader.dataset, loader.batch_size * sites, **order, seed=seed, drop_last=loader.drop_last, **options
-    )
+    order |= settings_of(loader)
+    return AdaptiveDataLoader(loader.dataset, loader.batch_size * sites, **order, seed=seed, drop_last=loader.drop_last)
 
 
 # AdaScale

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import codec
+from ..support.loaders import DrawnBatches, WrappedLoader, check_loader, with_batches
 from .streams import Deal, Frame, FrameKind, Log
 
 DEALS = ("own", "shared")
@@ -285,7 +286,7 @@ class LogLink(NamedTuple):
     wait: Callable[[Callable[[], bool]], None]
 
 
-class SiteLoader:
+class SiteLoader(WrappedLoader):
     """Loader of one site; all its attributes but those below are those of another loader.
 
     Args:
@@ -297,14 +298,9 @@ class SiteLoader:
     """
 
     def __init__(self, loader: Any, link: LogLink) -> None:
+        super().__init__(loader)
         self.unreported = 0
-        self._loader = loader
         self._log, self._flush, self._wait = link
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
 
 class OwnLoader(SiteLoader):
@@ -374,8 +370,6 @@ class SharedLoader(SiteLoader):
     """
 
     def __init__(self, loader: Any, seed: int, link: LogLink) -> None:
-        from ..support.loaders import DrawnBatches, with_batches  # a hub needs the dealers alone
-
         super().__init__(loader, link)
         count_batches(loader)  # refuse loaders whose batches cannot be dealt
         self._seed = seed
@@ -439,8 +433,6 @@ def count_batches(loader: Any) -> int:
         TypeError: if the loader is no DataLoader.
         ValueError: if its batches cannot be dealt.
     """
-    from ..support.loaders import check_loader
-
     check_loader(loader, "a parameter server")
     if not hasattr(loader.batch_sampler, "__len__"):
         raise ValueError("the loader's number of batches is not known: deal='shared' needs a sampler with a length")
