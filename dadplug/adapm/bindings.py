@@ -30,6 +30,7 @@ from ..exchange.handshake import reachable_address
 from ..exchange.transport import Streams, Transport
 from ..lowrank.rows import first_outside
 from ..support.processes import free_port
+from ..support.refusals import refuse
 from .backends import Backend, Done, TableEngine, TableSpec
 from .engine import COUNTS, TECHNIQUES
 from .store import Block, Keys
@@ -187,14 +188,16 @@ class BindingsBackend(Backend, TableEngine):
 
     def add_table(self, spec: TableSpec) -> None:
         name, rows = spec.name, spec.rows
-        if rows is None:
-            raise ValueError(f'table {name!r} needs rows=, a number of keys: backend="adapm" has no open ranges')
-        if spec.max_rows is not None:
-            raise ValueError(f'table {name!r}: backend="adapm" keeps all rows, and takes no max_rows')
         if self._begun is not None:
             raise RuntimeError(f'table {name!r} comes too late: with backend="adapm", add all before any is used')
-        if self._size + rows > _MOST_KEYS:
-            raise ValueError(f'backend="adapm" has at most {_MOST_KEYS:,} keys in all tables together')
+        refuse(
+            (rows is None, f'table {name!r} needs rows=, a number of keys: backend="adapm" has no open ranges'),
+            (spec.max_rows is not None, f'table {name!r}: backend="adapm" keeps all rows, and takes no max_rows'),
+            (
+                self._size + (rows or 0) > _MOST_KEYS,
+                f'backend="adapm" has at most {_MOST_KEYS:,} keys in all tables together',
+            ),
+        )
         self._first.append(self._size)
         self._tables.append(spec)
 

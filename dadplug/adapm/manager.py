@@ -423,12 +423,15 @@ class Sampler:
         reuse: int = 16,
     ) -> None:
         check_choice("scheme", scheme, SCHEMES)
-        if table.rows is None:
-            raise ValueError(f"table {table.name!r} has any keys: samples need one with a number of rows")
-        if pool < 1 or reuse < 1 or seed < 0:
-            raise ValueError(f"pool and reuse must be at least 1 and seed at least 0, got {pool}, {reuse} and {seed}")
+        refuse(
+            (table.rows is None, f"table {table.name!r} has any keys: samples need one with a number of rows"),
+            (
+                pool < 1 or reuse < 1 or seed < 0,
+                f"pool and reuse must be at least 1 and seed at least 0, got {pool}, {reuse} and {seed}",
+            ),
+        )
         self.table, self.scheme = table, scheme
-        self._rows, self._seed, self._size, self._reuse = table.rows, seed, pool, reuse
+        self._rows, self._seed, self._size, self._reuse = table.rows or 0, seed, pool, reuse
         self._shares, self._aliases = np.empty(0), np.empty(0, np.int64)
         if weights is not None:
             self._weigh(weights, power)

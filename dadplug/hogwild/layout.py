@@ -420,15 +420,21 @@ def check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no parameter to train")
     for name, tensor in _tensors(model, optimizers, True):
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ValueError(f"{name} is not initialised: run a forward pass first")
-        if tensor.device.type != "cpu":
-            raise ValueError(
+        refuse(
+            (
+                isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)),
+                f"{name} is not initialised: run a forward pass first",
+            ),
+            (
+                tensor.device.type != "cpu",
                 f"{name} is on {tensor.device}: Hogwild! shares the memory of CPU processes; move the model to the "
-                "CPU, or use GradientReduction or DistributedDataParallel for GPUs"
-            )
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise ValueError(f"{name} is a {tensor.layout} tensor, which cannot be shared")
+                "CPU, or use GradientReduction or DistributedDataParallel for GPUs",
+            ),
+            (
+                tensor.layout != torch.strided or tensor.is_quantized,
+                f"{name} is a {tensor.layout} tensor, which cannot be shared",
+            ),
+        )
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if not any(id(parameter) in trained for parameter in model.parameters()):
         raise ValueError("the optimizer holds no parameter of the model")

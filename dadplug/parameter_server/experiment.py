@@ -22,6 +22,7 @@ from ..hogwild import Criterion, evaluate
 from ..hogwild.training import choose_start, quiet_fork
 from ..models import build_model
 from ..support.processes import Child, free_port
+from ..support.refusals import refuse
 from ..support.signature import whole_number
 from .connect import ServerOptions
 from .server import ParameterServer
@@ -108,13 +109,15 @@ def _check(world_size: int, epochs: int, num_gpus: int, options: dict[str, Any])
     whole_number(2)("world_size", world_size)
     whole_number(1)("epochs_per_worker", epochs)
     whole_number(0)("num_gpus", num_gpus)
-    if num_gpus > torch.cuda.device_count():
-        raise ValueError(f"num_gpus={num_gpus}, and there are {torch.cuda.device_count()}")
-    checked = ServerOptions.create(**options)
-    if checked.private:
-        raise ValueError("private= does not go with launch_ps_and_workers, which returns the model of the server")
-    if checked.quorum >= world_size:
-        raise ValueError(f"quorum={checked.quorum} needs as many workers, and there are {world_size - 1}")
+    checked, gpus = ServerOptions.create(**options), torch.cuda.device_count()
+    refuse(
+        (num_gpus > gpus, f"num_gpus={num_gpus}, and there are {gpus}"),
+        (checked.private, "private= does not go with launch_ps_and_workers, which returns the model of the server"),
+        (
+            checked.quorum >= world_size,
+            f"quorum={checked.quorum} needs as many workers, and there are {world_size - 1}",
+        ),
+    )
     return checked
 
 
