@@ -132,7 +132,10 @@ class ShardSave:
         complete = manager.gather_objects(self._complete(), list[str] | None, "list of stamps")[0]
 
         def write() -> str:
-            _make_folder(self.folder)
+            new = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for each in new:
+                sync_folder(each.parent)
             if complete is not None:  # files of failed saves may fill the disk
                 self._remove(lambda stamp: stamp not in (*complete, self.stamp))
             return write_shard(self.folder / names[self._rank], tables)
@@ -332,14 +335,6 @@ def _head_of_first(model: AdaModel, folder: Path, stamp: str | None) -> tuple[di
         model, lambda: (check_index(content, folder / INDEX), parse_rest(rest, folder)), what, own=True
     )
     return found
-
-
-def _make_folder(folder: Path) -> None:
-    made = [folder, *folder.parents]
-    new = [each for each in made if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for each in new:
-        sync_folder(each.parent)
 
 
 def on_all_sites(model: AdaModel, action: Callable[[], Any], what: str, own: bool = False) -> Any:

@@ -225,10 +225,7 @@ class GradientNoise:
                     self._estimate_pair(step, shares, samples, own, transport)
                 if due:
                     self._estimate(step, shares, samples, own, transport)
-        self._schedule(step, headers)
-
-    def _schedule(self, step: int, headers: Sequence[StepHeader]) -> None:
-        """Find out when the next estimate is due."""
+        # When the next estimate is due:
         wishes = [header.noise_every for header in headers if header.noise_every]
         every = min(wishes, default=self._agreed_every)
         if every != self._agreed_every:

@@ -142,7 +142,11 @@ class ElasticFit(TrainerState):
             "counts": {name: (each.total.completed, each.current.completed) for name, each in self._counts().items()},
             "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "stops": bool(trainer.should_stop),
-            "callbacks": self._callback_states(),
+            "callbacks": {
+                each.state_key: state
+                for each in trainer.callbacks
+                if (state := self._sendable(each.state_key, each.state_dict()))
+            },
             "module": self._module_state(),
             "metrics": {**trainer._logger_connector._callback_metrics},
         }
@@ -151,13 +155,6 @@ class ElasticFit(TrainerState):
         """Keep the state of another site until `restore`, when there are optimizers."""
         super().load_state_dict(state)
         self.steps = state["steps"]
-
-    def _callback_states(self) -> dict[str, Any]:
-        states = {}
-        for callback in self._trainer.callbacks:
-            if state := self._sendable(callback.state_key, callback.state_dict()):
-                states[callback.state_key] = state
-        return states
 
     def _sendable(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state if it can be sent; with a warning an empty one if not.

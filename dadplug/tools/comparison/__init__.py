@@ -195,15 +195,12 @@ def _run_all(trials: _Trials, task: Task, place: Place) -> None:
         trials.run(lambda name, seconds, seed: _run_here(STRATEGIES[name], task, place, seconds, seed))
         return
     with Pool(task, place.link) as pool:
-        trials.run(lambda name, seconds, seed: _run_in(pool, name, place, seconds, seed))
 
+        def run(name: str, seconds: float, seed: int) -> Any:
+            count, threads = STRATEGIES[name].processes(place), STRATEGIES[name].threads(place)
+            return pool.run(_trial, count, threads, name, seconds, seed)[0]
 
-def _run_in(pool: Pool, name: str, place: Place, seconds: float, seed: int) -> list[Point]:
-    """Train by a strategy in processes of this machine."""
-    strategy = STRATEGIES[name]
-    results = pool.run(_trial, strategy.processes(place), strategy.threads(place), name, seconds, seed)
-    points: list[Point] = results[0]
-    return points
+        trials.run(run)
 
 
 def _trial(task: Task, rank: int, count: int, name: str, seconds: float, seed: int) -> list[Point]:
