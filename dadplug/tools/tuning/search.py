@@ -214,24 +214,18 @@ class RuntimeModel:
 
     def _boost(self, inputs: Vector, rest: Vector) -> None:
         """Add stumps, each of which explains most of what those before leave."""
-        rest = rest.copy()
-        cuts = []
-        for feature in range(inputs.shape[1]):
-            values = np.unique(inputs[:, feature])
-            cuts += [(feature, (low + high) / 2) for low, high in itertools.pairwise(values)]
-        for _ in range(_STUMPS if cuts else 0):
-            best: tuple[float, int, float, float, float] | None = None
-            for feature, threshold in cuts:
-                low = inputs[:, feature] <= threshold
-                # One more observation of zero on each side keeps single measurements from being copied.
-                below, above = rest[low].sum() / (low.sum() + 1), rest[~low].sum() / ((~low).sum() + 1)
-                gain = below * rest[low].sum() + above * rest[~low].sum()
-                if best is None or gain > best[0]:
-                    best = float(gain), feature, float(threshold), float(below), float(above)
-            assert best is not None
-            _, chosen, cut, left, right = best
-            rest -= _SHRINKAGE * np.where(inputs[:, chosen] <= cut, left, right)
-            self._stumps.append((chosen, cut, _SHRINKAGE * left, _SHRINKAGE * right))
+        columns = [np.unique(column) for column in inputs.T]
+        features = np.repeat(np.arange(len(columns)), [len(values) - 1 for values in columns])
+        cuts = np.concatenate([(values[:-1] + values[1:]) / 2 for values in columns])
+        low = (inputs[:, features] <= cuts).astype(float)  # of shape (configurations, cuts)
+        for _ in range(_STUMPS if len(cuts) else 0):
+            sums = np.stack([rest @ low, rest @ (1 - low)])  # below and above each cut
+            # One more observation of zero on each side keeps single measurements from being copied.
+            means = sums / (np.stack([low.sum(0), (1 - low).sum(0)]) + 1)
+            best = int((means * sums).sum(0).argmax())
+            below, above = map(float, _SHRINKAGE * means[:, best])
+            rest = rest - np.where(low[:, best], below, above)
+            self._stumps.append((int(features[best]), float(cuts[best]), below, above))
 
 
 @dataclass
