@@ -151,7 +151,14 @@ class Experiment:
         self._place = place_of(arguments)
         self.rank, self.num_nodes = self._place.rank, self._place.num_nodes
         self.options = Options.create(**options_of(arguments))
-        _check_counts(arguments)
+        refuse(
+            (arguments.epochs < 1, f"epochs must be at least 1, got {arguments.epochs}"),
+            (arguments.batch_size < 1, f"batch-size must be at least 1, got {arguments.batch_size}"),
+            (
+                arguments.N == 0 or arguments.N < -1,
+                f"N must be a number of samples, or -1 for all, got {arguments.N}",
+            ),
+        )
         model_args = _json(arguments.model_args, "model-args", list)
         model_kwargs = _json(arguments.model_kwargs, "model-kwargs", dict)
         scheduler_kwargs = _json(arguments.scheduler_kwargs, "scheduler-kwargs", dict)
@@ -232,17 +239,6 @@ class Experiment:
             "traffic": {"bytes_a_step": traffic.bytes_sent, "dense_bytes": traffic.dense_bytes},
             "replicas_equal": runner.reduction.first_difference() is None,
         }
-
-
-def _check_counts(arguments: argparse.Namespace) -> None:
-    refuse(
-        (arguments.epochs < 1, f"epochs must be at least 1, got {arguments.epochs}"),
-        (arguments.batch_size < 1, f"batch-size must be at least 1, got {arguments.batch_size}"),
-        (
-            arguments.N == 0 or arguments.N < -1,
-            f"N must be a number of samples, or -1 for all, got {arguments.N}",
-        ),
-    )
 
 
 def _json(text: str, flag: str, kind: type) -> Any:

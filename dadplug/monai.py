@@ -40,7 +40,6 @@ try:
     import ignite.distributed as idist
     import ignite.distributed.utils
     import ignite.metrics
-    from ignite.distributed.comp_models.base import ComputationModel
     from ignite.distributed.comp_models.native import _NativeDistModel
     from ignite.engine import Engine, Events
     from ignite.handlers import Checkpoint
@@ -123,16 +122,13 @@ class SiteModel(_NativeDistModel):
             present.gather(transport, 0)
 
 
-def _register() -> None:
-    """Let ignite use `SiteModel` over a hub, also where it has looked for the sites before."""
-    utils = ignite.distributed.utils
-    found: tuple[type[ComputationModel], ...] = (SiteModel, *utils.registered_computation_models)
-    utils.registered_computation_models = found
-    if current_connection() is not None:
-        idist.sync()
-
-
-_register()
+# ignite uses `SiteModel` over a hub, also where it has looked for the sites before.
+ignite.distributed.utils.registered_computation_models = (
+    SiteModel,
+    *ignite.distributed.utils.registered_computation_models,
+)
+if current_connection() is not None:
+    idist.sync()
 
 
 def _restoring(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,14 +145,6 @@ def _restoring(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _metrics_of_ignite() -> Any:
-    return ignite.metrics.Metric
-
-
-def _metrics_of_monai() -> Any:
-    return importlib.import_module("monai.metrics.metric").Cumulative
-
-
 def _pooling(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace MONAI's gather of tensors of different lengths, which makes room for as many rows as a site states."""
 
@@ -171,9 +159,13 @@ def _pooling(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
-_PATCHES = [SharedPatch(_metrics_of_ignite, "completed", lambda original: present.repeating(_restoring(original)))]
+_PATCHES = [
+    SharedPatch(lambda: ignite.metrics.Metric, "completed", lambda original: present.repeating(_restoring(original)))
+]
 if importlib.util.find_spec("monai") is not None:
-    _PATCHES.append(SharedPatch(_metrics_of_monai, "_sync", present.repeating))
+    _PATCHES.append(
+        SharedPatch(lambda: importlib.import_module("monai.metrics.metric").Cumulative, "_sync", present.repeating)
+    )
     for _name in ("monai.metrics.metric", "monai.handlers.classification_saver", "monai.utils.dist"):
         _module = functools.partial(importlib.import_module, _name)
         _PATCHES.append(SharedPatch(_module, "evenly_divisible_all_gather", _pooling))

@@ -155,7 +155,8 @@ class DadplugTraining(_Trainer):
         dataset_json: dict[str, Any],
         device: torch.device = torch.device("cuda"),  # noqa: B008  (nnU-Net stores the arguments by these names)
     ) -> None:
-        given = {"mode": "rankdad", **self.dadplug_options, **_options_of_environment()}
+        given = {"mode": "rankdad", **self.dadplug_options}
+        given |= map(named_value, shlex.split(os.environ.get(OPTIONS, "")))
         self._start = {name: given.pop(name) for name in _OF_START if name in given}
         self.pooled_dice = given.pop("pooled_dice", self.pooled_dice)
         self._options = {name: _parsed(given["mode"], name, value) for name, value in given.items()}
@@ -373,10 +374,6 @@ def __getattr__(name: str) -> Any:
     if found["epochs"]:
         members["_epochs"] = int(found["epochs"])
     return type(name, (nnUNetTrainerDadplug,), members)
-
-
-def _options_of_environment() -> dict[str, Any]:
-    return dict(map(named_value, shlex.split(os.environ.get(OPTIONS, ""))))
 
 
 def _parsed(mode: str, name: str, value: Any) -> Any:

@@ -222,7 +222,17 @@ class Options(OptionSet):
             object.__setattr__(self, "privacy", DifferentialPrivacy(**self.privacy))
         super().__post_init__()
         object.__setattr__(self, "private", as_patterns(self.private))
-        self._check_merge()
+        merges = self.merge == "owner"
+        refuse(
+            (
+                merges and self.mode != "rankdad",
+                f"merge={self.merge!r} is an option of mode='rankdad', got mode={self.mode!r}",
+            ),
+            (
+                merges and self.hierarchy is not None,
+                "merge='owner' does not work with hierarchy, which merges the gradients of a node",
+            ),
+        )
         if self.privacy is not None:
             self._follow_privacy()
         refuse(
@@ -294,18 +304,6 @@ class Options(OptionSet):
                 f"{trainer} needs all sites until the end: leave min_sites out. Sites may leave and return in loops of "
                 "your own, and with DADStrategy and DistributedRunner"
             )
-
-    def _check_merge(self) -> None:
-        """Refuse an owner for factors that are not merged, or merged by nodes."""
-        if self.merge != "owner":
-            return
-        refuse(
-            (self.mode != "rankdad", f"merge={self.merge!r} is an option of mode='rankdad', got mode={self.mode!r}"),
-            (
-                self.hierarchy is not None,
-                "merge='owner' does not work with hierarchy, which merges the gradients of a node",
-            ),
-        )
 
     def _follow_privacy(self) -> None:
         """Refuse what would show more than private gradients, and compress these, which are formed."""

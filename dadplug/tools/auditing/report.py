@@ -21,6 +21,7 @@ from ...support.progress import new_figure, report_page
 from .attacks.base import RECOVERED, Result, is_picture
 from .capture import Observation
 
+_HEAD = ("layer", "path", "class", "attack", "of", "recovered", "similarity", "chance", "PSNR", "SSIM")
 _COLUMNS = 8  # samples of a picture
 _WIDTH = 118  # characters of lines below the table
 _PLAIN = (bool, int, float, str, type(None))  # values that JSON has
@@ -226,8 +227,7 @@ class Report:
 
     def table(self) -> str:
         """Format the results as a table, with the verdict and what was not tried."""
-        head = ("layer", "path", "class", "attack", "of", "recovered", "similarity", "chance", "PSNR", "SSIM")
-        lines = table([head, *self._lines()], right=range(5, len(head)))
+        lines = table([_HEAD, *self._lines()], right=range(5, len(_HEAD)))
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         count = len(self.seen.batch)
         title = f"mode {self.mode}{options}; {count} samples, {self.bytes_sent:,} bytes sent; seen by {_who(self)}"
@@ -322,7 +322,6 @@ class Report:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        head = ("layer", "path", "class", "attack", "of", "recovered", "similarity", "chance", "PSNR", "SSIM")
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         picture = base64.b64encode(self._drawn()).decode()
         above = (
@@ -332,7 +331,7 @@ class Report:
         )
         page = report_page(
             f"Audit of mode {self.mode}{options}",
-            [head, *self._lines()],
+            [_HEAD, *self._lines()],
             self._notes(),
             above=above,
             below=f"<img alt='originals and reconstructions' src='data:image/png;base64,{picture}'>",
