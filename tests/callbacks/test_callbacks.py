@@ -1,6 +1,7 @@
 """The monitors, in Lightning's adapters and by themselves, and the batch that follows goodput."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,12 @@ def test_catalyst_trains_on_every_sample_once(sites, tmp_path):
 @support.at_sites(2)
 def test_data_of_each_sites_own_are_refused_in_catalyst(tmp_path: Path) -> None:
     refuses((lambda: in_catalyst(str(tmp_path), True), "each site has data of its own in loader 'train'"))
+
+
+def test_a_picture_names_the_extra_that_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install .dadplug\[examples\]"):
+        monitors.AdaptiveBatchSize(64).picture("batches.png")
 
 
 def test_only_a_data_loader_with_a_batch_size_is_converted():
