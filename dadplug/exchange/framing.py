@@ -67,26 +67,31 @@ class WakePipe:
         self._writer.close()
 
 
-def send_parts(connected: socket.socket, parts: deque[Any]) -> tuple[int, bool]:
-    """Send bytes by one system call, and remove what the socket has taken.
+def send_parts(connected: socket.socket, parts: deque[Any]) -> int:
+    """Send bytes, all of them where the socket blocks, else as many as it has room for, and remove those it has taken.
 
     Args:
         connected: the socket.
         parts: the bytes, in parts that are not empty, each a buffer of bytes.
 
     Returns:
-        The number of bytes that it has taken, and whether it had room for more.
+        The number of bytes that it has taken.
 
     Raises:
-        BlockingIOError: if the socket has no room.
         OSError: if the connection is lost.
     """
-    left = count = connected.sendmsg(islice(parts, _MOST_PARTS))
-    while parts and left >= len(parts[0]):
-        left -= len(parts.popleft())
-    if left:
-        parts[0] = memoryview(parts[0])[left:]
-    return count, not left
+    total = 0
+    with suppress(BlockingIOError):
+        while parts:
+            left = connected.sendmsg(islice(parts, _MOST_PARTS))
+            total += left
+            while parts and left >= len(parts[0]):
+                left -= len(parts.popleft())
+            if left:
+                parts[0] = memoryview(parts[0])[left:]
+                if connected.gettimeout() == 0:
+                    break
+    return total
 
 
 class Outgoing:
@@ -139,18 +144,12 @@ class Outgoing:
             self._parts.clear()
 
     def _write(self) -> bool:
-        while self._parts:
-            try:
-                _, roomy = send_parts(self._socket, self._parts)
-            except BlockingIOError:
-                return False
-            except OSError:  # the next read reports that the connection is closed
-                self._parts.clear()
-                break
-            self.sent = time.monotonic()
-            if not roomy:
-                return False
-        return True
+        try:
+            if send_parts(self._socket, self._parts):
+                self.sent = time.monotonic()
+        except OSError:  # the next read reports that the connection is closed
+            self._parts.clear()
+        return not self._parts
 
 
 _HEADER = struct.Struct("<IIQ")  # magic number, tag of the message, bytes of its body

@@ -290,7 +290,8 @@ class SecureSocket:
             OSError: if the connection is lost.
         """
         if self._replaced is not None:
-            return self._send_content()
+            send_parts(self._socket, self._content)
+            return not self._content
         while True:
             unsent = self._unsent
             if not unsent:
@@ -313,17 +314,6 @@ class SecureSocket:
             self._unsent = unsent[count:]
             if count < granted and not self._blocks:
                 return False
-
-    def _send_content(self) -> bool:
-        """Send bytes that are not encrypted; see `flush`."""
-        while self._content:
-            try:
-                _, roomy = send_parts(self._socket, self._content)
-            except BlockingIOError:
-                return False
-            if not (roomy or self._blocks):
-                return False
-        return True
 
     def sendall(self, content: bytes) -> None:
         """Send bytes; where the socket does not block, `flush` sends the rest."""

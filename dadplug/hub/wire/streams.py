@@ -604,17 +604,10 @@ class PeerStream:
             The content of a message `ROOM` that is to be sent; empty where none is due.
         """
         incoming = self.incoming
-        while incoming:
-            try:
-                count, roomy = send_parts(self.local, incoming)
-            except BlockingIOError:
-                break
-            except OSError:  # the program has closed its socket
-                incoming.clear()
-                break
-            self._passed_on += count
-            if not roomy:
-                break
+        try:
+            self._passed_on += send_parts(self.local, incoming)
+        except OSError:  # the program has closed its socket
+            incoming.clear()
         if self._peer_ended and not incoming:
             with suppress(OSError):
                 self.local.shutdown(socket.SHUT_WR)
