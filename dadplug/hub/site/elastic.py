@@ -16,7 +16,7 @@ the round it learns that it is absent, and goes through the rest of the step as 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -177,42 +177,6 @@ def check_left(rounds: Rounds, error: Exception, least: int) -> None:
         raise MismatchError(f"{error}. {left} of {rounds.size} sites are left, and this run needs {least}")
 
 
-class ElasticTransport(HubTransport):
-    """Messages between the sites of a hub, of which some may be absent.
-
-    Args:
-        link: the link.
-        traffic: the meter; it counts what this site sends to the hub.
-        timeout: seconds after which a silent site counts as lost.
-        requirements: number of sites that are needed, and when a silent one is lost.
-        group: process group of the sites, if there is one.
-        for_trainer: whether it is for a trainer's messages besides those of its gradient reduction.
-    """
-
-    rounds: ElasticRounds
-
-    def __init__(
-        self,
-        link: HubLink,
-        traffic: Traffic,
-        timeout: float,
-        requirements: Requirements,
-        group: dist.ProcessGroup | None = None,
-        for_trainer: bool = False,
-    ) -> None:
-        rounds = (TrainerRounds if for_trainer else ElasticRounds)(link, traffic, timeout, requirements)
-        super().__init__(link, traffic, timeout, group, rounds)
-
-    def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> ElasticGather:
-        return ElasticGather(self, exchange, sizes, dtype)
-
-    def _open_all_to_all(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> ElasticAllToAll:
-        return ElasticAllToAll(self, exchange, sizes, dtype)
-
-    def prefers_gather(self, nbytes: int) -> bool:
-        return True  # a sum that the hub has formed holds the share of a site that has left since
-
-
 class ElasticExchange(HubExchange):
     """Exchange in which sites may be absent."""
 
@@ -324,6 +288,37 @@ class ElasticAllToAll(ElasticExchange, HubAllToAll):
 
     def finish(self, *, ended: bool = False) -> None:
         self._silent |= self._lost()
+
+
+class ElasticTransport(HubTransport):
+    """Messages between the sites of a hub, of which some may be absent.
+
+    Args:
+        link: the link.
+        traffic: the meter; it counts what this site sends to the hub.
+        timeout: seconds after which a silent site counts as lost.
+        requirements: number of sites that are needed, and when a silent one is lost.
+        group: process group of the sites, if there is one.
+        for_trainer: whether it is for a trainer's messages besides those of its gradient reduction.
+    """
+
+    rounds: ElasticRounds
+    _gather, _all_to_all = ElasticGather, ElasticAllToAll
+
+    def __init__(
+        self,
+        link: HubLink,
+        traffic: Traffic,
+        timeout: float,
+        requirements: Requirements,
+        group: dist.ProcessGroup | None = None,
+        for_trainer: bool = False,
+    ) -> None:
+        rounds = (TrainerRounds if for_trainer else ElasticRounds)(link, traffic, timeout, requirements)
+        super().__init__(link, traffic, timeout, group, rounds)
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        return True  # a sum that the hub has formed holds the share of a site that has left since
 
 
 class TrainerRounds(ElasticRounds):

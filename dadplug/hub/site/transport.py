@@ -258,108 +258,6 @@ class CollectiveTransport(Transport):
         }
 
 
-class HubTransport(CollectiveTransport, Streams):
-    """Messages between the sites of a hub. All buffers lie on the CPU.
-
-    Args:
-        link: the link.
-        traffic: the meter; it counts what this site sends to the hub.
-        timeout: seconds after which a silent site counts as lost.
-        group: process group of the sites, if there is one.
-        rounds: which sites take part; by default all of them.
-    """
-
-    rounds: HubRounds
-
-    def __init__(
-        self,
-        link: HubLink,
-        traffic: Traffic,
-        timeout: float,
-        group: dist.ProcessGroup | None = None,
-        rounds: HubRounds | None = None,
-    ) -> None:
-        cpu, rounds = torch.device("cpu"), HubRounds(link) if rounds is None else rounds
-        super().__init__(HubSites(link), traffic, link.rank, cpu, timeout, rounds)
-        self.link = link
-        self.copies, self.ring = 1, 1.0  # the hub passes on what a site sends once
-        self._group = group
-
-    @property
-    def has_all_to_all(self) -> bool:
-        return self.world_size <= MOST_RECEIVERS
-
-    def close(self) -> None:
-        """Nothing: the link is the process's, and outlives this transport."""
-
-    def gather(
-        self,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        once: bool = False,
-        replaced: Gather | None = None,
-        first: Gather | None = None,
-    ) -> HubGather:
-        if isinstance(first, HubGather):
-            exchange = first.exchange | SECOND_ROUND
-        elif once:
-            # Those of other sizes have other numbers: sites that make different calls must not take one for the other.
-            size = 0  # those of objects may differ where sites come and go
-            if dtype != torch.uint8:  # not of the number of sites, which one that joins may know before the others
-                size = max(sizes) + 2 * min(sizes)
-            layout = (7 * size + dtype.itemsize) % _LAYOUTS
-            exchange = self.rounds.next_collective() + layout * _SINGLE
-        else:
-            exchange = replaced.exchange if isinstance(replaced, HubGather) else self.rounds.next_gather()
-        return self._open_gather(exchange, sizes, dtype)
-
-    def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
-        return HubGather(self, exchange, sizes, dtype)
-
-    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
-        exchange = replaced.exchange if isinstance(replaced, HubAllToAll) else self.rounds.next_gather()
-        return self._open_all_to_all(exchange, sizes, dtype)
-
-    def _open_all_to_all(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> HubAllToAll:
-        return HubAllToAll(self, exchange, sizes, dtype)
-
-    def all_reduce(self, tensor: Tensor) -> PendingSum:
-        if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
-            return self._sum_at_hub(tensor)
-        return super().all_reduce(tensor)
-
-    def _sum_at_hub(self, tensor: Tensor) -> PendingSum:
-        """Start a sum that the hub computes from the summands of all sites, in the order of ranks."""
-        own = tensor.detach()
-        staged = own.to(self.device).reshape(-1)
-        content, exchange = bytes_of(staged), self.rounds.next_collective()
-        # The link copies what it sends, so that the sum can arrive where the summand lies.
-        incoming = self.link.expect(0, exchange, content, Kind.SUM)
-        self.traffic.add(len(content))
-        self.link.send(exchange, content, Kind.SUMMAND, CODES[tensor.dtype])
-
-        def finish() -> None:
-            with self.traffic.waiting():
-                self.link.wait([incoming], self.timeout)
-            if staged.data_ptr() != own.data_ptr():
-                own.copy_(staged.view(own.shape))
-
-        return PendingSum(finish)
-
-    def open_streams(self, timeout: float) -> dict[int, socket.socket]:
-        return tunnel_of(self.link, timeout).open(self.gather_objects)
-
-    def open_hub_stream(self, timeout: float) -> StreamToHub | None:
-        if self.link.sealing.required:  # the hub cannot read what it would have to order
-            return None
-        return tunnel_of(self.link, timeout).dial_hub()
-
-    def prefers_gather(self, nbytes: int) -> bool:
-        peers = self.world_size - 1  # one other site sends as much as the hub would
-        return self.link.sealing.required or peers == 1 or peers * nbytes <= _PACKET_BYTES
-
-
 class HubExchange(Exchange):
     """Exchange of payloads that the hub passes on.
 
@@ -458,3 +356,101 @@ class HubAllToAll(HubExchange, AllToAll):
             transport.traffic.add(len(content))
             soon = transport.more_follows or rank != last
             transport.link.send(self.exchange, content, soon=soon, to=rank + 1)
+
+
+class HubTransport(CollectiveTransport, Streams):
+    """Messages between the sites of a hub. All buffers lie on the CPU.
+
+    Args:
+        link: the link.
+        traffic: the meter; it counts what this site sends to the hub.
+        timeout: seconds after which a silent site counts as lost.
+        group: process group of the sites, if there is one.
+        rounds: which sites take part; by default all of them.
+    """
+
+    rounds: HubRounds
+    _gather: type[HubGather] = HubGather
+    _all_to_all: type[HubAllToAll] = HubAllToAll
+
+    def __init__(
+        self,
+        link: HubLink,
+        traffic: Traffic,
+        timeout: float,
+        group: dist.ProcessGroup | None = None,
+        rounds: HubRounds | None = None,
+    ) -> None:
+        cpu, rounds = torch.device("cpu"), HubRounds(link) if rounds is None else rounds
+        super().__init__(HubSites(link), traffic, link.rank, cpu, timeout, rounds)
+        self.link = link
+        self.copies, self.ring = 1, 1.0  # the hub passes on what a site sends once
+        self._group = group
+
+    @property
+    def has_all_to_all(self) -> bool:
+        return self.world_size <= MOST_RECEIVERS
+
+    def close(self) -> None:
+        """Nothing: the link is the process's, and outlives this transport."""
+
+    def gather(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        once: bool = False,
+        replaced: Gather | None = None,
+        first: Gather | None = None,
+    ) -> HubGather:
+        if isinstance(first, HubGather):
+            exchange = first.exchange | SECOND_ROUND
+        elif once:
+            # Those of other sizes have other numbers: sites that make different calls must not take one for the other.
+            size = 0  # those of objects may differ where sites come and go
+            if dtype != torch.uint8:  # not of the number of sites, which one that joins may know before the others
+                size = max(sizes) + 2 * min(sizes)
+            layout = (7 * size + dtype.itemsize) % _LAYOUTS
+            exchange = self.rounds.next_collective() + layout * _SINGLE
+        else:
+            exchange = replaced.exchange if isinstance(replaced, HubGather) else self.rounds.next_gather()
+        return self._gather(self, exchange, sizes, dtype)
+
+    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
+        exchange = replaced.exchange if isinstance(replaced, HubAllToAll) else self.rounds.next_gather()
+        return self._all_to_all(self, exchange, sizes, dtype)
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
+            return self._sum_at_hub(tensor)
+        return super().all_reduce(tensor)
+
+    def _sum_at_hub(self, tensor: Tensor) -> PendingSum:
+        """Start a sum that the hub computes from the summands of all sites, in the order of ranks."""
+        own = tensor.detach()
+        staged = own.to(self.device).reshape(-1)
+        content, exchange = bytes_of(staged), self.rounds.next_collective()
+        # The link copies what it sends, so that the sum can arrive where the summand lies.
+        incoming = self.link.expect(0, exchange, content, Kind.SUM)
+        self.traffic.add(len(content))
+        self.link.send(exchange, content, Kind.SUMMAND, CODES[tensor.dtype])
+
+        def finish() -> None:
+            with self.traffic.waiting():
+                self.link.wait([incoming], self.timeout)
+            if staged.data_ptr() != own.data_ptr():
+                own.copy_(staged.view(own.shape))
+
+        return PendingSum(finish)
+
+    def open_streams(self, timeout: float) -> dict[int, socket.socket]:
+        return tunnel_of(self.link, timeout).open(self.gather_objects)
+
+    def open_hub_stream(self, timeout: float) -> StreamToHub | None:
+        if self.link.sealing.required:  # the hub cannot read what it would have to order
+            return None
+        return tunnel_of(self.link, timeout).dial_hub()
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        peers = self.world_size - 1  # one other site sends as much as the hub would
+        return self.link.sealing.required or peers == 1 or peers * nbytes <= _PACKET_BYTES
