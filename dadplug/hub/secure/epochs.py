@@ -485,18 +485,18 @@ class LinkSealing:
         self.keys: Keys | None = None
         self._kit, self._names = kit, names
         self._known = len(names)
-        self._epochs = Epochs(Offers(kit, names), kit.slot) if self.required else None
+        self._epochs = Epochs(Offers(kit, names), kit.slot)  # without members where nothing is sealed
         self._watch = KitWatch(kit)
         self._excluded: dict[int, float] = {}  # when the hub was told, by slot
 
     @property
     def complete(self) -> bool:
-        return self._epochs is None or self._epochs.complete
+        return self._epochs.complete
 
     @property
     def has_keys(self) -> bool:
         """Whether this site can send to all others."""
-        return self._epochs is None or bool(self._epochs.members)
+        return not self.required or bool(self._epochs.members)
 
     @property
     def first_digest(self) -> bytes:
@@ -521,7 +521,6 @@ class LinkSealing:
         shares = swap(AGREEMENT | 1, agreement.share(offers), agreement.share_bytes)
         confirmation = agreement.confirmation(shares)
         # A site that has all confirmations may send before this one has them, but not before it has this one's.
-        assert self._epochs is not None
         self._epochs.begin(agreement)
         agreement.check(swap(AGREEMENT | 2, confirmation, CONFIRMATION_BYTES))
         self.keys = agreement.keys
@@ -530,33 +529,30 @@ class LinkSealing:
 
     def offer(self) -> KeyMessage | None:
         """Return the message by which this site asks the members for keys, to join; None where nothing is sealed."""
-        if self._epochs is None:
+        if not self.required:
             return None
         self.keys = None
         return KeyMessage(self._kit.slot, self._epochs.offer())
 
     def enter(self, members: Sequence[int]) -> None:
         """Take the announcement that this site joins some others."""
-        if self._epochs is not None:
+        if self.required:
             self._epochs.enter(members)
 
     def join(self, slot: int, step: int) -> list[KeyMessage | Exclude]:
         """Take the announcement that another site joins in a step, and return what is to be sent for that."""
-        if self._epochs is None:
-            return []
         self._epochs.join(slot, step)
         return self._due()
 
     def leave(self, slot: int) -> None:
         """Take the announcement that a site has left."""
         self._excluded.pop(slot, None)
-        if self._epochs is not None:
+        if self.required:
             self._epochs.leave(slot)
 
     def close(self, step: int, contributors: Sequence[int]) -> None:
         """Take the announcement that a round is closed."""
-        if self._epochs is not None:
-            self._epochs.confirm(step, contributors)
+        self._epochs.confirm(step, contributors)
 
     def take(self, message: KeyMessage) -> tuple[list[Frame], list[KeyMessage | Exclude]]:
         """Take a message of another site about keys; return frames that can be opened now, and what is to be sent.
@@ -564,12 +560,11 @@ class LinkSealing:
         Raises:
             SealingError: if it is not what the site has sent, or this site's kit does not require sealed messages.
         """
-        if self._epochs is None:
+        if not self.required:
             raise SealingError(self._differs(message.slot))
         return [_opened(*each) for each in self._epochs.take(message.slot, message.content)], self._due()
 
     def _due(self) -> list[KeyMessage | Exclude]:
-        assert self._epochs is not None
         posts, refused = self._epochs.posts, self._epochs.refused
         due: list[KeyMessage | Exclude] = [KeyMessage(*posts.popleft()) for _ in range(len(posts))]
         for slot, reason in [refused.popleft() for _ in range(len(refused))]:
@@ -590,7 +585,7 @@ class LinkSealing:
             SealingError: if the certificate of another site has been revoked, and the run needs that site, or the hub
                 keeps it.
         """
-        if self._epochs is None or not self._epochs.members:
+        if not self._epochs.members:
             return []
         for slot, since in self._excluded.items():
             if time.monotonic() > since + _EXCLUDE_SECONDS:
@@ -654,7 +649,7 @@ class LinkSealing:
         """
         if not self.covers(head):
             yield from map(b"".join, frames(head, content))
-        elif head.kind not in (Kind.PAYLOAD, Kind.STATE) or self._epochs is None:
+        elif head.kind not in (Kind.PAYLOAD, Kind.STATE):
             raise RuntimeError(f"a {head.kind.name} message cannot be sealed, which this site's kit requires")
         else:
             yield from self._epochs.frames(head, content)
@@ -673,7 +668,6 @@ class LinkSealing:
         Raises:
             SealingError: if it is not what its site has sent.
         """
-        assert self._epochs is not None
         return [_opened(*each) for each in self._epochs.open(head, body)]
 
 
