@@ -181,9 +181,7 @@ class HubLink(HubConnection):
         void = self._continuation.repeats(head) or (head.kind is Kind.SUM and self.gone)
         if head.kind is not Kind.STATE:
             self._continuation.count(head)
-        if void or (self.rounds.states.is_outdated(head) and not self.sealing.covers(head)):
-            return
-        if head.to and not len(body) and not self.sealing.covers(head):
+        if void:
             return
         if self.sealing.covers(head):
             try:
@@ -195,7 +193,7 @@ class HubLink(HubConnection):
                 return
             for frame in opened:
                 self._take_opened(*frame)
-        else:
+        elif not self.rounds.states.is_outdated(head) and (len(body) or not head.to):
             self._take_message(head, body)
 
     def _take_message(self, head: Head, body: memoryview) -> None:
