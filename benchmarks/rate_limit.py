@@ -65,7 +65,7 @@ def measure(rate: float, seconds: float, by_hub: bool) -> float:
 
             def send() -> None:
                 while not ended.is_set():
-                    if link._frames.queue.unsent_bytes < 2 * PIECE:
+                    if link.frames.queue.unsent_bytes < 2 * PIECE:
                         link.post(Head(Kind.PAYLOAD, 0, step=1), content)
                     time.sleep(0.002)
 

@@ -22,9 +22,8 @@ from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
 from dadplug.hub.site import rounds as rounds_module
-from dadplug.hub.site.donation import ANNOUNCED
+from dadplug.hub.site.donation import ANNOUNCED, StateRequests
 from dadplug.hub.site.history import RoundHistory
-from dadplug.hub.site.inbox import StateRequests
 from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.wire.messages import (
     Grow,
@@ -262,7 +261,7 @@ def rounds_of(announced: int) -> RoundClient:
         inbox=inbox,
     )
     rounds.closed, rounds._closes, rounds._position = 5, {}, None
-    rounds.states = StateRequests(1)
+    rounds.states = StateRequests(1, lambda head, content: None)
     rounds.states.take(SendState(3, 1, 5, 1))
     rounds._wait_until = lambda *given: None
     rounds.history, rounds.refusal = RoundHistory(), None

@@ -259,7 +259,7 @@ def test_frames_that_have_arrived_are_not_kept(tmp_path):
                 gather.launch()
                 gather.wait()
                 transport.rounds.end_step()
-                most = max(most, transport.link._frames.queue.nbytes)
+                most = max(most, transport.link.frames.queue.nbytes)
             return most
 
         assert all(most < 24 << 20 for most in together(lambda rank: use(every[rank])))  # of 60 MB

@@ -138,6 +138,7 @@ class HubConnection(ABC):
     Attributes:
         rank: slot of this site.
         names: names of the sites, by slot.
+        frames: frames in both directions; to be used with the lock held.
         left: whether this site has told the hub that it leaves.
         outage: reason of the present loss of the connection; empty while there is one.
     """
@@ -161,7 +162,7 @@ class HubConnection(ABC):
         self._connection: SecureSocket | None = None
         self._parting: SecureSocket | None = None  # one that has been given up, which the thread closes
         self._troubles = Troubles(_log)  # that the user is told of
-        self._frames = NumberedFrames(self.rank, self._complete)
+        self.frames = NumberedFrames(self.rank, self._complete)
         self._failure: Exception | None = None
         self.outage = ""  # reason of the present loss of the connection
         self._lost_at = self._heard = 0.0
@@ -283,9 +284,9 @@ class HubConnection(ABC):
         """Give the connection up, and tell the hub why; every later use raises the error. The lock is to be held."""
         if self._failure is None and self._connection is not None and not self.left:
             reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
-            self._frames.send(pack_control(Leave(reason), self.rank))
+            self.frames.send(pack_control(Leave(reason), self.rank))
             with suppress(OSError):
-                self._frames.flush()
+                self.frames.flush()
             self._parting, self._connection = self._connection, None
         self._failure = self._failure or error
         _log.debug("the connection to %s has failed", self.hub, exc_info=error)
@@ -313,7 +314,7 @@ class HubConnection(ABC):
         while not (self.closed or deadline.over):
             with self.lock:
                 self.transfer()
-                if self._connection is not None and self._frames.idle:
+                if self._connection is not None and self.frames.idle:
                     break
             time.sleep(0.002)
         with self.lock:
@@ -346,10 +347,10 @@ class HubConnection(ABC):
         """
         with self.lock:
             self.check()
-            self._frames.send_message(head, content)
-            if not soon or self._frames.queue.unsent_bytes > _HELD_BYTES:
-                self._flush_or_disconnect()
-            behind = self._frames.blocked
+            self.frames.send_message(head, content)
+            if not soon or self.frames.queue.unsent_bytes > _HELD_BYTES:
+                self.flush()
+            behind = self.frames.blocked
         if behind and not self._waiting:
             self._pipe.wake()
 
@@ -357,8 +358,8 @@ class HubConnection(ABC):
         """Send a control message."""
         with self.lock:
             self.check()
-            self._frames.send(pack_control(message, self.rank))
-            self._flush_or_disconnect()
+            self.frames.send(pack_control(message, self.rank))
+            self.flush()
 
     def converse(self, missing: Callable[[], int], seconds: float, any_frame: bool = False) -> bool:
         """Send and receive until nothing is missing.
@@ -385,7 +386,7 @@ class HubConnection(ABC):
                 if not left:
                     return True
                 self.check()
-                passed = self._frames.received + self._frames.queue.acknowledged
+                passed = self.frames.received + self.frames.queue.acknowledged
                 state = left, passed * any_frame
                 if state != before or self.pauses or (self.is_away and self.outlasts_outages):
                     deadline, before = Deadline(seconds), state
@@ -403,7 +404,7 @@ class HubConnection(ABC):
         finally:
             with self.lock:
                 self._waiting -= 1
-                behind = self._frames.blocked or self.expects() > KERNEL_BYTES
+                behind = self.frames.blocked or self.expects() > KERNEL_BYTES
             if behind and not self._waiting:
                 self._pipe.wake()
 
@@ -413,8 +414,8 @@ class HubConnection(ABC):
             self._end_silence()
             connection = self._connection
             held = 0.0 if connection is None else connection.held
-            events = select.POLLIN | select.POLLOUT * (self._frames.blocked and not held)
-            self._frames.expect(nbytes)
+            events = select.POLLIN | select.POLLOUT * (self.frames.blocked and not held)
+            self.frames.expect(nbytes)
         if connection is None:
             time.sleep(min(_POLL_SECONDS, max(0.005, 0.01 * (time.monotonic() - self._lost_at))))
             return
@@ -430,11 +431,11 @@ class HubConnection(ABC):
 
     def transfer(self) -> None:
         """Send and receive what is possible at the moment. To be called with the lock held."""
-        self._flush_or_disconnect()
+        self.flush()
         if self._connection is None:
             return
         try:
-            if self._frames.receive():
+            if self.frames.receive():
                 self._heard = time.monotonic()
         except OSError as error:
             self._lose(error)
@@ -442,7 +443,7 @@ class HubConnection(ABC):
             self.fail(error)
         except FrameError as error:
             self.fail(SiteError(f"{self.hub} does not speak the protocol of this version: {error}"))
-        self._flush_or_disconnect()  # an acknowledgement
+        self.flush()  # an acknowledgement
 
     def has_delivered(self) -> bool:
         """Send and receive what is possible at the moment; return whether the hub has received all that was sent."""
@@ -462,11 +463,12 @@ class HubConnection(ABC):
             raise FrameError(f"a frame of slot {head.slot}: there are {self.world_size} sites")
         return memoryview(bytearray(head.length)) if head.kind is Kind.CONTROL else self.room(head)
 
-    def _flush_or_disconnect(self) -> None:
+    def flush(self) -> None:
+        """Send what the kernel has room for. To be called with the lock held."""
         if self._connection is None:
             return
         try:
-            self._frames.flush()
+            self.frames.flush()
         except OSError as error:
             self._lose(error)
 
@@ -475,7 +477,7 @@ class HubConnection(ABC):
     def _lose(self, error: OSError) -> None:
         """Record that the connection is lost; the thread connects again."""
         self.outage, self._lost_at = tls.explain(error), time.monotonic()
-        self._closed = self._closed or (self.left and self._frames.idle)
+        self._closed = self._closed or (self.left and self.frames.idle)
         if self._channel == "training" and not (self.left or self._closed):
             self._troubles.begin(self.hub, f"the connection to {self.hub} is lost: {self.outage}; connecting again")
         self._disconnect()
@@ -483,7 +485,7 @@ class HubConnection(ABC):
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
-        self._frames.detach()
+        self.frames.detach()
         if connection is not None:
             with suppress(OSError):
                 connection.close()
@@ -504,7 +506,7 @@ class HubConnection(ABC):
             self._instance,
             self.position,
             self._channel,
-            received=self._frames.received,
+            received=self.frames.received,
             release=own_release(),
             sites=self.world_size,
             start=self.start_terms,
@@ -538,8 +540,8 @@ class HubConnection(ABC):
     def _install(self, connection: SecureSocket, welcome: Welcome) -> None:
         if self._thread is not None and not welcome.resumed:
             self.begin_anew()
-        self._frames.queue.resume(welcome.received)
-        self._frames.take_over(Stream(connection), self._room)
+        self.frames.queue.resume(welcome.received)
+        self.frames.take_over(Stream(connection), self._room)
         # A dead link is left before the hub gives this site up.
         self._silence = max(_SHORTEST_SILENCE, welcome.timeout_ms / 2e3)
         connection.give_up_after(self._silence)
@@ -547,7 +549,7 @@ class HubConnection(ABC):
         self._heard = time.monotonic()
         self._connection, self.outage = connection, ""
         self._troubles.end(self.hub, f"{self.hub} is connected again")
-        self._flush_or_disconnect()
+        self.flush()
 
     # The thread
 
@@ -576,13 +578,13 @@ class HubConnection(ABC):
                     continue
                 self.serve(ready)
                 if held and not self._waiting:
-                    self._flush_or_disconnect()
+                    self.flush()
                 if ping.over:
                     ping = Deadline(_PING_SECONDS)
                     self._troubles.remind()
                     self.tick()
-                    self._frames.ping()
-                    self._flush_or_disconnect()
+                    self.frames.ping()
+                    self.flush()
             if ready.get(connection.fileno(), 0) & select.POLLIN:
                 time.sleep(self.batch_seconds)
 
@@ -598,9 +600,9 @@ class HubConnection(ABC):
         assert self._connection is not None
         events = getattr(select, "POLLRDHUP", 0)
         if not self._waiting:
-            events |= select.POLLOUT * (self._frames.blocked and not self._connection.held)
+            events |= select.POLLOUT * (self.frames.blocked and not self._connection.held)
             events |= select.POLLIN * (self.expects() > KERNEL_BYTES)
-            self._frames.expect(1)
+            self.frames.expect(1)
         return {self._connection.fileno(): events}
 
     def _poll(self, seconds: float) -> dict[int, int]:

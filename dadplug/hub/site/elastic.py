@@ -85,7 +85,7 @@ class ElasticRounds(HubRounds):
         # Payloads may be launched in a collective's round, and counted in that of the step.
         ended = [each for each in self.launched if in_step or each.exchange & COLLECTIVES]
         self.launched = [each for each in self.launched if each not in ended]
-        counted = [incoming for each in ended for incoming in each._incoming]
+        counted = [incoming for each in ended for incoming in each.incoming]
         answer = self._answer if admits else None
         with self._traffic.waiting():
             absent = self._of_run(self.link.rounds.end(self._timeout, answer, kind, idle, counted))
@@ -194,11 +194,11 @@ class ElasticExchange(HubExchange):
 
     def _lost(self) -> set[int]:
         """Wait for the payloads that can arrive; return the ranks of the sites of which none has."""
-        if not self._incoming:
+        if not self.incoming:
             return set()
         with self._transport.traffic.waiting():
-            lost = self._transport.link.rounds.wait_for(self._incoming, self._round, self._transport.timeout)
-        self._incoming = []
+            lost = self._transport.link.rounds.wait_for(self.incoming, self._round, self._transport.timeout)
+        self.incoming = []
         return lost
 
     @property

@@ -1,17 +1,13 @@
-"""Messages that arrive at a site, matched with those that it expects; what a restarted hub needs of them; requests for
-the states of sites.
-"""
+"""Messages that arrive at a site, matched with those that it expects; and what a restarted hub needs of them."""
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 
 from ...errors import MismatchError, escaped
-from ..wire.messages import FRESH, Close, Continue, Head, Kind, Position, Repeat, SendState
+from ..wire.messages import FRESH, Close, Continue, Head, Kind, Position, Repeat
 from ..wire.streams import KeptFrames
-from .donation import Donation
 
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
 CALLS = 0  # number of the exchange of sites that do not make the same calls
@@ -364,62 +360,3 @@ class Continuation:
 def _key(head: Head) -> tuple[int, ...]:
     """Return by what frames are counted: the sender, or the place of a piece of a sum."""
     return (head.step, head.slot) if head.kind is Kind.PAYLOAD else (head.step, 0, head.exchange, head.offset)
-
-
-class StateRequests:
-    """Requests of the hub, of which a later one replaces those before it for the same site. Threads may share it.
-
-    Args:
-        rank: slot of this site.
-
-    Attributes:
-        awaits: whether this site waits for a state.
-        own: the request whose answer this site gets; None where there is none.
-        donations: states of this site that are on their way, by the slot of the site that joins.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._lock = threading.Lock()
-        self._due: deque[SendState] = deque()
-        self.awaits = False
-        self.own: SendState | None = None
-        self.donations: dict[int, Donation] = {}
-
-    def clear(self) -> None:
-        """Forget all requests: they were those of another hub."""
-        self._due.clear()
-        self.donations.clear()
-        self.own = None
-
-    def take(self, request: SendState) -> None:
-        """Take a request."""
-        self.withdraw(request.joiner)
-        if request.donor == self._rank:
-            self._due.append(request)
-        elif request.joiner == self._rank:
-            self.own = request
-
-    def withdraw(self, joiner: int) -> None:
-        """Answer no request for a site any more."""
-        with self._lock:
-            self._due = deque(each for each in self._due if each.joiner != joiner)
-            self.donations.pop(joiner, None)
-
-    def leave(self, slot: int) -> None:
-        """Record that a site has left."""
-        self.withdraw(slot)
-        if self.own is not None and slot == self.own.donor:
-            self.own = None
-
-    def next(self, step: int) -> SendState | None:
-        """Return a request that is due in a step, once; None if there is none."""
-        with self._lock:
-            return self._due.popleft() if self._due and self._due[0].step < step else None
-
-    def is_outdated(self, head: Head) -> bool:
-        """Return whether a frame is part of a state that this site does not wait for."""
-        if head.kind is not Kind.STATE:
-            return False
-        own = self.own if self.awaits else None
-        return own is None or (own.donor, own.number) != (head.slot, head.tag)

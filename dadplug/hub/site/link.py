@@ -73,6 +73,7 @@ class HubLink(HubConnection):
         step: number of the open step.
         gone: reasons of the sites that are lost, by slot, in the order in which they were lost.
         rounds: rounds of the link.
+        continuation: what a hub that is restarted needs of the messages.
     """
 
     def __init__(self, kit: Kit, address: tuple[str, int] | None = None, start: StartTerms = ALL_SITES) -> None:
@@ -83,10 +84,10 @@ class HubLink(HubConnection):
         self.inbox = Inbox(self.names, self.rank)
         self._started = False
         self._first_sites: list[int] = []  # with which the run has started
-        self._continuation = Continuation()
+        self.continuation = Continuation()
         self.sealing = LinkSealing(kit, self.names)
         if self.sealing.required:
-            self._frames.seal = self.sealing.frames
+            self.frames.seal = self.sealing.frames
         self._choose_piece_bytes()
         self._pause = ""
         self._channels = 0
@@ -97,7 +98,7 @@ class HubLink(HubConnection):
         if self.world_size > 2 or self.kit.roster.hub_at is None:
             # Payloads take one line to the hub and another one from it, which is idle until the first piece is whole.
             # Smaller pieces cost processor time.
-            self._frames.payload_bytes = SHORT_PIECE_BYTES
+            self.frames.payload_bytes = SHORT_PIECE_BYTES
 
     @classmethod
     def open(
@@ -166,7 +167,7 @@ class HubLink(HubConnection):
         elif head.kind is not Kind.SUM or head.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
         void = head.kind is Kind.SUM and self.gone  # a sum that leaves out a lost site
-        outdated = self._continuation.repeats(head) or self.rounds.states.is_outdated(head)
+        outdated = self.continuation.repeats(head) or self.rounds.states.is_outdated(head)
         if outdated or self.sealing.covers(head) or void:
             return memoryview(bytearray(head.length))
         return self.inbox.room(head)
@@ -178,9 +179,9 @@ class HubLink(HubConnection):
             head = head._replace(kind=Kind.PAYLOAD)
         if head.kind not in (Kind.PAYLOAD, Kind.SUM, Kind.STATE):
             raise FrameError(f"a {head.kind.name} frame is not expected")
-        void = self._continuation.repeats(head) or (head.kind is Kind.SUM and self.gone)
+        void = self.continuation.repeats(head) or (head.kind is Kind.SUM and self.gone)
         if head.kind is not Kind.STATE:
-            self._continuation.count(head)
+            self.continuation.count(head)
         if void:
             return
         if self.sealing.covers(head):
@@ -207,10 +208,10 @@ class HubLink(HubConnection):
             body[:] = content
             self._take_message(head, body)
 
-    def _post_all(self, messages: Iterable[object]) -> None:
+    def post_all(self, messages: Iterable[object]) -> None:
         """Send control messages. To be called with the lock held."""
         for message in messages:
-            self._frames.send(pack_control(message, self.rank))
+            self.frames.send(pack_control(message, self.rank))
 
     def control(self, message: object) -> None:
         rounds = self.rounds
@@ -233,7 +234,7 @@ class HubLink(HubConnection):
                 self._grow(message)
             case KeyMessage():
                 opened, due = self.sealing.take(message) if message.slot != self.rank else ([], [])
-                self._post_all(due)
+                self.post_all(due)
                 for pair in opened:
                     self._take_opened(*pair)
             case Join(slot=slot):
@@ -241,7 +242,7 @@ class HubLink(HubConnection):
                 self._troubles.end(slot, f"{self.name(slot)} {'has joined' if is_new else 'is back'}")
                 rounds.joined.add(slot)
                 if slot != self.rank:
-                    self._post_all(self.sealing.join(slot, message.step))
+                    self.post_all(self.sealing.join(slot, message.step))
                 elif rounds.joins:
                     self.sealing.enter([each for each in range(self.world_size) if each not in {slot, *self.gone}])
             case Drop():
@@ -249,20 +250,20 @@ class HubLink(HubConnection):
             case Accept(needs_state=True):
                 self._be_accepted(message.position)
             case Arrived():
-                rounds.take_arrived(message)
+                rounds.states.take_arrived(message)
             case SendState():
                 rounds.states.take(message)
                 if message.joiner == self.rank:
                     self.inbox.forget_states()
             case Close():
                 self.sealing.close(message.step, message.contributors)
-                self._continuation.close(message, frozenset(rounds.joined))
+                self.continuation.close(message, frozenset(rounds.joined))
                 rounds.take_close(message)
             case Repeat():
-                for frame in self._continuation.repeat(message):
-                    self._frames.send(frame)
+                for frame in self.continuation.repeat(message):
+                    self.frames.send(frame)
             case Continue():
-                self._frames.release(self._continuation.go_on(message))
+                self.frames.release(self.continuation.go_on(message))
 
     def _start_without(self, absent: Sequence[int]) -> None:
         """Take the sites without which training starts, if what this site states on the start allows that."""
@@ -299,7 +300,7 @@ class HubLink(HubConnection):
         self.rounds.sizes.append((message.step, self.world_size))
         self._choose_piece_bytes()
         if self.rounds.joins and self.rounds.requirements is not None and not self.sealing.complete:
-            self.rounds._ask()  # an offer names all sites
+            self.rounds.ask()  # an offer names all sites
         _log.info("the project has new sites: %s; %d in all", ", ".join(new), self.world_size)
 
     def _lose_site(self, message: Drop) -> None:
@@ -312,7 +313,7 @@ class HubLink(HubConnection):
             self.sealing.leave(slot)
             if reason:
                 self._troubles.begin(slot, f"{self.name(slot)} is lost: {reason}")
-            self._continuation.forget(slot)
+            self.continuation.forget(slot)
             if rounds.elastic:
                 self.inbox.forget(slot, message.step)
         rounds.leave(slot)
@@ -322,53 +323,43 @@ class HubLink(HubConnection):
         if self._started and not self.rounds.joins:
             self._lose_place(f"its connection was lost ({self.outage or 'for too long'})", for_good=False)
         self._started = self.outlasts_outages = True
-        self.rounds.joins = self.rounds.elastic = True
+        self.rounds.await_state(position)
         if position is not None:
             self._begin(position)
             self.inbox.clear()  # of what a hub before has sent of the round in which this site was to join
             self.gone.clear()  # those that are absent are announced next
             self.step = position.step + 1
-            self.rounds._position, self.rounds.closed = position, position.step
-            self.rounds.joined.clear()
-            self.rounds.states.own = None
-            self.rounds.history.forget()
-            self.rounds._settled.clear()
-            self.rounds._closes.clear()
 
     def tick(self) -> None:
-        self._post_all(self.sealing.check_kit(self.rounds.elastic))
+        self.post_all(self.sealing.check_kit(self.rounds.elastic))
 
     # A hub that is restarted, or has given this site up
 
     def _begin(self, position: Position) -> None:
         """Begin at a position."""
-        self._continuation = Continuation(position)
-        self._frames.kept = self._continuation.kept
+        self.continuation = Continuation(position)
+        self.frames.kept = self.continuation.kept
         if self.rounds.elastic:
-            self._continuation.kept.limit = None  # every round is closed, so that two are kept at most
+            self.continuation.kept.limit = None  # every round is closed, so that two are kept at most
 
     @property
     def position(self) -> Position:
         fresh = self.rounds.joins or self.rounds.dropped or not self._started
-        return FRESH if fresh else self._continuation.position
+        return FRESH if fresh else self.continuation.position
 
     def begin_anew(self) -> None:
-        rounds, continuation = self.rounds, self._continuation
+        rounds, continuation = self.rounds, self.continuation
         takes_part = self.position != FRESH
         if self.left or (takes_part and continuation.position.step < continuation.kept.first):
             super().begin_anew()
-        self._frames.begin_anew(held=takes_part or bool(rounds.dropped))
-        rounds.states.clear()
-        if rounds.joins:
-            rounds._position = None
+        self.frames.begin_anew(held=takes_part or bool(rounds.dropped))
         self._set_pause("")
         if takes_part:
-            self._frames.send(pack_control(self._report(), self.rank))
-        elif rounds.joins and rounds.requirements is not None:
-            rounds._ask()
+            self.frames.send(pack_control(self._report(), self.rank))
+        rounds.begin_anew()
 
     def _report(self) -> RunReport:
-        rounds, found = self.rounds, self._continuation
+        rounds, found = self.rounds, self.continuation
         step = found.position.step
         return RunReport(
             found.run,
@@ -387,7 +378,7 @@ class HubLink(HubConnection):
             self.fail(SiteError(f"{self.hub} has given this site up: {reason}{advice * self.rounds.elastic}"))
             return
         self.rounds.dropped = self.rounds.dropped or reason
-        self._frames.held, self._frames.kept = True, None
+        self.frames.held, self.frames.kept = True, None
 
     # Messages
 
@@ -538,7 +529,7 @@ class HubLink(HubConnection):
     def expects(self) -> int:
         # A site that is late must not leave in the hub's queue what the others go on to send, and one that is held has
         # to read the word of a new hub before it waits for others.
-        reads = self._frames.held or (self.rounds.reads and self.inbox.early_bytes < MAX_EARLY_BYTES // 2)
+        reads = self.frames.held or (self.rounds.reads and self.inbox.early_bytes < MAX_EARLY_BYTES // 2)
         return self.inbox.expected_bytes + (2 * KERNEL_BYTES if reads else 0)
 
     # Steps, and the end

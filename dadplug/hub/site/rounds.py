@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import DadplugError, DroppedError, MismatchError, SealingError, SiteError
+from ...errors import DadplugError, DroppedError, MismatchError, SiteError
 from ...exchange.calls import ASK_SECONDS
 from ...exchange.fields import NUMBER
 from ...exchange.handshake import Deadline
@@ -18,9 +18,9 @@ from ...support.structs import MOST_MS
 from ..wire.messages import IDLE, Arrived, Close, Exclude, Head, Joined, Kind, Position, Receiving, RoundKind, SendState
 from ..wire.streams import ELASTIC_HUB_TIMEOUT
 from .calls import check_calls, mismatch
-from .donation import ANNOUNCED, PART_BYTES, Donation
+from .donation import ANNOUNCED, PART_BYTES, StateRequests
 from .history import RoundHistory
-from .inbox import CALLS, Incoming, StateRequests
+from .inbox import CALLS, Incoming
 
 _REPORT_SECONDS, _REPORT_SHARE = 5.0, 0.02  # between reports on a state that arrives; and of the time so far
 _log = get_logger(__name__)
@@ -72,7 +72,7 @@ class RoundClient:
         self.dropped = ""
         self.history = RoundHistory()
         self.refusal: DadplugError | None = None
-        self.states = StateRequests(link.rank)
+        self.states = StateRequests(link.rank, link.frames.send_message)
         self._position: Position | None = None  # at which this site joins
         self._fresh = False  # whether this site has joined and not ended a round since
 
@@ -86,21 +86,44 @@ class RoundClient:
                 self._settled = {*range(link.world_size)} - link.gone.keys()
                 self.history.begin(self.closed, link.sealing.first_digest)
             self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
-            link._continuation.kept.limit = None
+            link.continuation.kept.limit = None
             link.wait_for_hub(ELASTIC_HUB_TIMEOUT, unless_known=True)
             link.check()
             if not requirements.provisional:
-                self._ask()
-                link._flush_or_disconnect()
+                self.ask()
+                link.flush()
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """State the requirements and, where this site is to join, that it can. To be called with the link's lock held.
 
         Where messages are sealed, the members are asked for their keys first.
         """
         self.states.awaits = self.joins
         offer = self._link.sealing.offer() if self.joins else None
-        self._link._post_all([self.requirements] if offer is None else [offer, self.requirements])
+        self._link.post_all([self.requirements] if offer is None else [offer, self.requirements])
+
+    def await_state(self, position: Position | None) -> None:
+        """Wait for the state of another site. To be called with the link's lock held.
+
+        Args:
+            position: where this site joins; None before it is admitted.
+        """
+        self.joins = self.elastic = True
+        if position is not None:
+            self._position, self.closed = position, position.step
+            self.joined.clear()
+            self.states.own = None
+            self.history.forget()
+            self._settled.clear()
+            self._closes.clear()
+
+    def begin_anew(self) -> None:
+        """Begin with a hub that does not know the present stream. To be called with the link's lock held."""
+        self.states.clear()
+        if self.joins:
+            self._position = None
+            if self.requirements is not None:
+                self.ask()
 
     @property
     def size(self) -> int:
@@ -193,7 +216,7 @@ class RoundClient:
             self.history.finish()
             step = max(self.history.open_step, self.closed + 1)
             mark = self.history.other_mark(step)
-            link._frames.send_message(Head(Kind.PAYLOAD, link.rank, step, CALLS, tag=mark), b"\0")
+            link.frames.send_message(Head(Kind.PAYLOAD, link.rank, step, CALLS, tag=mark), b"\0")
 
     # Rounds
 
@@ -409,28 +432,8 @@ class RoundClient:
         with link.lock:
             if request.joiner in link.gone:
                 return
-            donation = Donation(request, step, self.history.after(step), content)
-            self.states.donations[request.joiner] = donation
-            self._send_parts(donation)
-            link._flush_or_disconnect()
-
-    def _send_parts(self, donation: Donation) -> None:
-        joiner, number = donation.request.joiner, donation.request.number
-        try:
-            for part, content in donation.due(time.monotonic()):
-                self._link._frames.send_message(Head(Kind.STATE, joiner, donation.step, part, tag=number), content)
-        except SealingError:  # this site has refused it as a member: it gets no state from here
-            self.states.withdraw(joiner)
-
-    def take_arrived(self, message: Arrived) -> None:
-        """Take a joiner's report on a part of this site's state. To be called with the link's lock held."""
-        donation = self.states.donations.get(message.slot)
-        if donation is None or donation.request.number != message.number:
-            return
-        donation.arrived(message.part, time.monotonic())
-        if donation.complete:
-            del self.states.donations[message.slot]
-        self._send_parts(donation)
+            self.states.donate(request, step, self.history.after(step), content)
+            link.flush()
 
     @property
     def reads(self) -> bool:
@@ -548,4 +551,4 @@ class RoundClient:
             self._closes.clear()
             link.inbox.clear()
             link.gone.clear()
-            link._frames.release(())
+            link.frames.release(())

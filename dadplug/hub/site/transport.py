@@ -268,6 +268,7 @@ class HubExchange(Exchange):
 
     Attributes:
         exchange: number of the exchange.
+        incoming: what this site has begun to wait for.
     """
 
     _alone = False  # whether each payload is for one site alone
@@ -279,17 +280,17 @@ class HubExchange(Exchange):
         self._rooms = [
             (rank, bytes_of(room)) for rank, room in enumerate(received) if rank != transport.rank and room.numel()
         ]
-        self._incoming: list[Incoming] = []
+        self.incoming: list[Incoming] = []
 
     @abstractmethod
     def _send(self) -> None:
         """Send this site's payloads."""
 
     def post(self) -> None:
-        if not self._incoming and self._rooms:
+        if not self.incoming and self._rooms:
             link, left_out = self._transport.link, self._transport.rounds.left_out
             present = [each for each in self._rooms if each[0] not in left_out]
-            self._incoming = [link.expect(rank, self.exchange, room, alone=self._alone) for rank, room in present]
+            self.incoming = [link.expect(rank, self.exchange, room, alone=self._alone) for rank, room in present]
 
     def launch(self) -> None:
         self.post()
@@ -299,10 +300,10 @@ class HubExchange(Exchange):
         return self._transport.link.has_delivered() and all(message.done for message in self._incoming)
 
     def wait(self) -> list[Tensor]:
-        if self._incoming:
+        if self.incoming:
             with self._transport.traffic.waiting():
-                self._transport.link.wait(self._incoming, self._transport.timeout)
-            self._incoming = []
+                self._transport.link.wait(self.incoming, self._transport.timeout)
+            self.incoming = []
         return self._received
 
 

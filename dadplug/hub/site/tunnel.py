@@ -132,7 +132,7 @@ class Tunnel(HubConnection):
         return StreamToHub(opened, self.hub, str(self.kit.folder.resolve()), self.check)
 
     def _begin(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> TunnelSocket:
-        stream = self._streams[channel, slot] = PeerStream(channel, slot, self._frames, _MOST_KEPT, keys)
+        stream = self._streams[channel, slot] = PeerStream(channel, slot, self.frames, _MOST_KEPT, keys)
         return TunnelSocket(self, stream)
 
     def write(self, program: TunnelSocket, buffers: Sequence[Any]) -> int:
@@ -160,8 +160,8 @@ class Tunnel(HubConnection):
             for parts in pieces(buffers, room):
                 stream.send(Tag.DATA, parts)
             count = stream.sent - before
-            self._flush_or_disconnect()
-            behind = self._frames.blocked
+            self.flush()
+            behind = self.frames.blocked
         if behind:
             self._pipe.wake()
         return count
@@ -173,7 +173,7 @@ class Tunnel(HubConnection):
         with self.lock:
             if not stream.spilled and not self.closed and (stream.channel, stream.slot) in self._streams:
                 stream.end_program()
-                self._flush_or_disconnect()
+                self.flush()
         self._pipe.wake()
 
     def close(self, seconds: float = 1.0) -> None:
@@ -259,7 +259,7 @@ class Tunnel(HubConnection):
             if stream.serve(passes_on, bool(events & ~select.POLLOUT or stream.spilled)):
                 self._remove(stream)
         self._reached.clear()
-        self._flush_or_disconnect()
+        self.flush()
 
 
 _tunnels: weakref.WeakKeyDictionary[HubLink, Tunnel] = weakref.WeakKeyDictionary()
