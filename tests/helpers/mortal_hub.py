@@ -44,7 +44,7 @@ def die_at(point: str, count: int) -> None:
     def taking_any(relay: Relay, session: Any, *arguments: Any) -> None:
         take_any(relay, session, *arguments)
         membership = relay.run.membership
-        begun[0] |= any(membership.phase(slot) is Phase.JOINING for slot in membership.participants)
+        begun[0] |= any(membership.sites[slot].phase is Phase.JOINING for slot in membership.participants)
         if begun[0] and step():
             die(relay)
 

@@ -619,8 +619,8 @@ def test_no_site_is_dropped_in_a_long_outage_since_it_does_not_get_on():
     for now in (401.0, 402.0):
         relay.tick(now)
     assert len(relay.sessions) == 2
-    assert relay.run.membership.phase(1) is Phase.MEMBER
+    assert relay.run.membership.sites[1].phase is Phase.MEMBER
     relay.sessions["training", 0].heard = 402.0 + Rules.progress_timeout
     relay.sessions["training", 1].heard = 402.0 + Rules.progress_timeout
     relay.tick(402.0 + Rules.progress_timeout)
-    assert relay.run.membership.phase(1) is Phase.ABSENT
+    assert relay.run.membership.sites[1].phase is Phase.ABSENT

@@ -189,10 +189,10 @@ def test_a_pause_says_that_a_site_receives_a_large_state():
     for slot in (0, 1):
         membership.round = RoundKind.COLLECTIVE
         membership.end(slot, 4, 1.0)
-    membership.get_on(2, 4.5)
+    membership.sites[2].progressed = 4.5
     assert not kinds(membership.tick(4.5), Pause)  # seconds
     assert kinds(membership.tick(5.0), Pause) == [Pause((), "c joins, and receives the state of the training")]
-    membership.get_on(2, 50.0)  # parts of the state have arrived
+    membership.sites[2].progressed = 50.0  # parts of the state have arrived
     assert membership.tick(54.5) == []
     assert kinds(membership.joined(2, Position(LIFE, 2), 54.5), Resume)
     assert kinds(membership.end(2, 3, 55.0), Close) == []
@@ -206,9 +206,9 @@ def test_others_go_on_while_a_state_is_under_way_until_the_site_has_nearly_caugh
     assert membership.tick(4.0) == [Skip(2, 3, False), Close(3, (0, 1))]
     for step in range(4, 11):
         assert kinds(ends(membership, step, 7.0, 0, 1), Skip, Close) == [Skip(2, step, False), Close(step, (0, 1))]
-    assert membership.lags(2)
+    assert membership.sites[2].lags(membership.step)
     assert membership.joined(2, Position(LIFE, 2), 8.0) == []
-    assert membership.behind(2)
+    assert membership.sites[2].behind(membership.step)
     assert kinds(ends(membership, 11, 8.0, 0, 1), Close) == [Close(11, (0, 1))]
     for step in range(3, 10):
         membership.end(2, step, 9.0)
@@ -239,8 +239,8 @@ def test_a_site_for_which_too_much_waits_is_waited_for():
     membership = joining()
     ends(membership, 3, 0.0, 0, 1)
     membership.tick(1.0)
-    assert not membership.hold(0)
-    assert membership.hold(2)
+    assert not membership.sites[0].hold()
+    assert membership.sites[2].hold()
     assert ends(membership, 4, 1.0, 0, 1) == []
     assert not kinds(passing(membership, 6.5), Close)
     membership.joined(2, Position(LIFE, 2), 7.0)
@@ -269,14 +269,14 @@ def test_a_site_that_is_alive_but_does_not_get_on_is_dropped_once_others_wait():
 def test_progress_extends_the_time_of_a_slow_site():
     membership = hub(2, progress_timeout=60.0)
     membership.end(0, 1, 0.0)
-    membership.get_on(1, 50.0)
+    membership.sites[1].progressed = 50.0
     assert passing(membership, 109.5) == []
     assert kinds(membership.tick(110.0), Drop)
 
 
 def test_a_joiner_without_a_state_is_dropped_after_the_progress_timeout_of_its_sender():
     membership = joining(progress_timeout=60.0)
-    membership.get_on(0, 40.0)  # parts of the state
+    membership.sites[0].progressed = 40.0  # parts of the state
     assert not kinds(passing(membership, 99.5), Drop)
     assert kinds(membership.tick(100.0), Drop) == [Drop(2, 3, "alive, but has not received its state for 60 s")]
 
@@ -293,7 +293,7 @@ def test_skip_closes_the_step_without_a_late_member_which_stays():
     assert actions == []
     assert membership.tick(12.9) == []  # it has three medians after the last step
     assert membership.tick(13.0) == [Skip(2, 11), Close(11, (0, 1))]
-    assert membership.behind(2)
+    assert membership.sites[2].behind(membership.step)
     assert membership.end(2, 11, 13.5) == []  # too late, and no fault
     assert membership.participants == [0, 1, 2]
     now = close_steps(membership, 1, now=14.0)
@@ -319,7 +319,7 @@ def test_a_joiner_is_late_from_its_state_on():
     membership.close(2, "killed", 11.0)
     membership.dial(2, 11.0)
     ends(membership, 12, 11.0, 0, 1)
-    assert membership.phase(2) is Phase.JOINING
+    assert membership.sites[2].phase is Phase.JOINING
     assert membership.tick(11.9) == []
     membership.joined(2, Position(LIFE, 11), 11.9)
     assert membership.tick(14.8) == []  # its time begins with its state
@@ -363,7 +363,7 @@ def test_a_donor_that_is_held_up_is_replaced_by_a_site_that_can_answer():
     assert kinds(membership.tick(20.5), SendState) == [SendState(1, 2, 2, 2)]
     membership.end(0, 3, 21.0)
     assert kinds(membership.tick(28.0), Close, SendState) == [Close(3, (0, 1))]  # it has twice the time
-    membership.receive(2, 28.0)  # a part of the state
+    membership.sites[2].receive(28.0)  # a part of the state
     assert kinds(membership.tick(35.5), SendState) == []
     actions = membership.tick(36.5)
     assert kinds(actions, SendState) == [SendState(0, 2, 3, 3)]
@@ -375,7 +375,7 @@ def test_a_donor_that_is_held_up_is_replaced_by_a_site_that_can_answer():
 def test_no_other_donor_is_asked_while_a_site_loads_its_state():
     membership = joining(site_timeout=8.0, progress_timeout=100.0)
     ends(membership, 3, 0.0, 0, 1)
-    membership.receive(2, 3.0, complete=True)
+    membership.sites[2].receive(3.0, complete=True)
     assert kinds(passing(membership, 60.0), SendState) == []
     assert kinds(membership.close(0, "killed", 60.0), SendState) == [SendState(1, 2, 3, 2)]
     assert kinds(membership.tick(65.0), SendState) == []  # no other member is there

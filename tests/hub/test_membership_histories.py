@@ -223,8 +223,8 @@ class Histories(RuleBasedStateMachine):
         self.sites[action.slot].down.extend(self.frames)
 
     def do_sendstate(self, action):
-        assert self.hub.phase(action.donor) is Phase.MEMBER
-        assert not self.hub.behind(action.donor)
+        assert self.hub.sites[action.donor].phase is Phase.MEMBER
+        assert not self.hub.sites[action.donor].behind(self.hub.step)
         self.routes[action.joiner] = action
         self.sites[action.donor].down.append(action)
 
@@ -239,7 +239,7 @@ class Histories(RuleBasedStateMachine):
     def do_skip(self, action):
         assert self.rules_.late == "skip" or not action.late
         assert action.slot not in self.ended
-        assert self.kind is not RoundKind.COLLECTIVE or self.hub.phase(action.slot) is Phase.JOINING
+        assert self.kind is not RoundKind.COLLECTIVE or self.hub.sites[action.slot].phase is Phase.JOINING
 
     def do_close(self, action):
         position = Position(self.hub.life, action.step)
@@ -258,7 +258,7 @@ class Histories(RuleBasedStateMachine):
         self.ended, self.frames = {}, []
 
     def do_pause(self, action):
-        slow = [self.hub.phase(slot) is Phase.JOINING for slot in self.routes]
+        slow = [self.hub.sites[slot].phase is Phase.JOINING for slot in self.routes]
         assert action.waiting_for or any(slow), "a pause that waits for nobody, and no state is under way"
         self.paused, self.lacks_sites = True, bool(action.waiting_for)
 
@@ -318,12 +318,12 @@ class Histories(RuleBasedStateMachine):
             if not site.up or site.frozen:
                 return
             kind, *fields = site.up.popleft()
-            self.hub.get_on(site.slot, self.now)
+            self.hub.sites[site.slot].progressed = self.now
             getattr(self, f"take_{kind}")(site, *fields)
 
     def is_open(self, site, step) -> bool:
         """Return whether a step is the open one, and a site takes part in it."""
-        return self.hub.started and step == self.opened and self.hub.phase(site.slot) is Phase.MEMBER
+        return self.hub.started and step == self.opened and self.hub.sites[site.slot].phase is Phase.MEMBER
 
     def take_frame(self, site, step, content):
         if self.is_open(site, step):

@@ -49,6 +49,7 @@ closed step, training pauses and `Pause` says for whom it waits.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -91,11 +92,16 @@ class Phase(Enum):
 class Site:
     """Membership of one site.
 
+    Args:
+        slot: its slot.
+        name: its name in the roster.
+
     Attributes:
+        slot: its slot.
         name: its name in the roster.
         phase: its state.
         entered: time at which it has joined last.
-        progressed: time at which frames of a step or a state arrived.
+        progressed: time at which frames of a step or a state arrived from it, or for it.
         ended: the last step that it has ended, or missed before it joined.
         idle: whether it has contributed nothing to this step.
         awaited: whether others wait for it, since it has ended a step after the last one that it has missed.
@@ -109,8 +115,8 @@ class Site:
         held: whether others wait for its state, since too many bytes wait for it.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, slot: int, name: str) -> None:
+        self.slot, self.name = slot, name
         self.phase = Phase.ABSENT
         self.entered = self.progressed = 0.0
         self.ended = 0
@@ -120,6 +126,32 @@ class Site:
         self.donations = self.until = 0
         self.answered = self.loads = self.held = False
 
+    def enter(self, phase: Phase, step: int, patience: float, now: float) -> None:
+        """Begin to take part after a closed step."""
+        self.phase, self.ended, self.awaited = phase, step, True
+        self.until, self.held = 0, False
+        self.entered = self.progressed = now
+        self.donor, self.patience = None, patience
+
+    def behind(self, step: int) -> bool:
+        """Return whether it is a member that has missed a step, the last closed one, and not ended it since."""
+        return self.phase is Phase.MEMBER and self.ended < step
+
+    def lags(self, step: int) -> bool:
+        """Return whether it is behind, or may be once it has the state for which it waits."""
+        return self.behind(step) or self.phase is Phase.JOINING
+
+    def hold(self) -> bool:
+        """Let the others wait for a site that joins, or catches up; return whether it is one."""
+        self.held |= self.phase is Phase.JOINING or bool(self.until)
+        return self.held
+
+    def receive(self, now: float, complete: bool = False) -> None:
+        """Record that a site that joins has acknowledged frames among which its state is, or that it has all of it."""
+        if self.phase is Phase.JOINING:
+            self.progressed = now
+            self.loads |= complete
+
 
 _MOST_REQUESTS = 0xFFFF  # with a number of their own; the tag of a frame has 16 bits
 _MEDIAN_OF, _MEDIAN_NEEDS = 32, 5  # steps
@@ -127,6 +159,45 @@ _LONG_STATE = 5.0  # seconds
 SHORT_STATE = 1.0  # seconds for which others wait for the state of a site that joins
 _NEAR = 2  # rounds: a training step has one or two
 _JITTER = 0.05  # seconds by which no member is late
+
+
+class Pace:
+    """Times of the open step, and of the last ones, from which follows when members are late.
+
+    Args:
+        now: the time, in seconds.
+
+    Attributes:
+        began: beginning of the open step.
+        first_end: its first END of a member.
+        last_end: its last one.
+        regular: whether its time counts, since its participants have not changed and none was late.
+        durations: seconds of the last steps.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.began = self.first_end = self.last_end = now
+        self.regular = True
+        self.durations: deque[float] = deque(maxlen=_MEDIAN_OF)
+
+    @property
+    def median(self) -> float | None:
+        """Median seconds of the last steps; None before one has closed."""
+        return statistics.median(self.durations) if self.durations else None
+
+    def late_at(self, rules: Rules) -> float:
+        """Return when members that have not ended the open step are late; infinity before enough steps have closed.
+
+        No site is late if all are slow: where the first member has taken longer than a median step, the others have as
+        much time beyond it.
+        """
+        patience, median = rules.patience, self.median
+        if not patience:
+            return self.first_end + rules.site_timeout
+        if median is None or len(self.durations) < _MEDIAN_NEEDS:
+            return math.inf
+        since_start = self.began + max(_JITTER, patience * median)
+        return max(since_start, self.first_end + max(_JITTER, (patience - 1) * median))
 
 
 class Membership:
@@ -139,41 +210,41 @@ class Membership:
         now: the time, in seconds.
 
     Attributes:
+        sites: the sites by slot.
         life: number of the history that closed steps belong to.
         step: the last closed step.
         started: whether training has started.
         start: when it may start without all sites.
         round: kind of the open step, as those that have ended it say.
+        pace: times of the open step, and of the last ones.
 
     Raises:
         ValueError: if the rules do not fit the roster.
     """
 
     def __init__(self, names: Sequence[str], rules: Rules, life: int, now: float) -> None:
-        self._sites = [Site(name) for name in names]
+        self.sites: list[Site] = []
+        self.append(names)
         self.replace_rules(rules)
         self.life, self.step = life, 0
         self.started = False
         self.start = ALL_SITES
         self._enough_since: float | None = None  # when so many sites as may start were connected; None: they are not
         self.round = RoundKind.FIRST
-        # Of the open step: its beginning, its first END of a member, and its last one.
-        self._began = self._first_end = self._last_end = now
-        self._regular = True  # whether its time counts, since its participants have not changed and none was late
-        self._durations: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self.pace = Pace(now)
         self._pause: Pause | None = None
         self._requests = 0  # for states
         self._actions: list[Action] = []
 
     def replace_rules(self, rules: Rules) -> None:
         """Replace the rules, or raise ValueError if they do not fit the roster."""
-        if rules.min_sites > len(self._sites):
-            raise ValueError(f"min_sites={rules.min_sites}, but the roster has {len(self._sites)} sites")
+        if rules.min_sites > len(self.sites):
+            raise ValueError(f"min_sites={rules.min_sites}, but the roster has {len(self.sites)} sites")
         self._rules = rules
 
     def append(self, names: Sequence[str]) -> None:
         """Append sites that are new in the roster; they are absent until they connect."""
-        self._sites += [Site(name) for name in names]
+        self.sites += [Site(slot, name) for slot, name in enumerate(names, len(self.sites))]
 
     @property
     def open_step(self) -> int:
@@ -188,34 +259,15 @@ class Membership:
     @property
     def participants(self) -> list[int]:
         """Slots of the sites that take part in the open step."""
-        return self._in_phase(Phase.MEMBER, Phase.JOINING)
+        return [site.slot for site in self._in_phase(Phase.MEMBER, Phase.JOINING)]
 
-    def phase(self, slot: int) -> Phase:
-        """Return a site's state."""
-        return self._sites[slot].phase
+    def _in_phase(self, *phases: Phase) -> list[Site]:
+        """Return the sites in one of some states."""
+        return [site for site in self.sites if site.phase in phases]
 
-    def behind(self, slot: int) -> bool:
-        """Return whether a member has missed the last closed step, and not ended it since."""
-        site = self._sites[slot]
-        return site.phase is Phase.MEMBER and site.ended < self.step
-
-    def lags(self, slot: int) -> bool:
-        """Return whether a site is behind, or may be once it has the state for which it waits."""
-        return self.behind(slot) or self._sites[slot].phase is Phase.JOINING
-
-    def hold(self, slot: int) -> bool:
-        """Let the others wait for a site that joins, or catches up; return whether it is one."""
-        site = self._sites[slot]
-        site.held |= site.phase is Phase.JOINING or bool(site.until)
-        return site.held
-
-    def _in_phase(self, *phases: Phase) -> list[int]:
-        """Return the slots of the sites in one of some states."""
-        return [slot for slot, site in enumerate(self._sites) if site.phase in phases]
-
-    def _ended(self, step: int) -> list[int]:
-        """Return the slots of the members that have ended a step, which may be the open one, or a later one."""
-        return [slot for slot in self._in_phase(Phase.MEMBER) if self._sites[slot].ended >= step]
+    def _ended(self, step: int) -> list[Site]:
+        """Return the members that have ended a step, which may be the open one, or a later one."""
+        return [site for site in self._in_phase(Phase.MEMBER) if site.ended >= step]
 
     # Events
 
@@ -227,11 +279,11 @@ class Membership:
             now: the time, in seconds.
         """
         if self.started:
-            self._regular = False
+            self.pace.regular = False
             self._actions.append(Accept(slot, self.position, True))
-            self._join(slot, Phase.JOINING, now)
+            self._join(self.sites[slot], Phase.JOINING, now)
         else:
-            self._sites[slot].phase = Phase.WAITING
+            self.sites[slot].phase = Phase.WAITING
             self._actions.append(Accept(slot, None, False))
         return self._advance(now)
 
@@ -245,20 +297,9 @@ class Membership:
         """
         self.started, self.step = True, step
         for slot in slots:
-            self._enter(slot, Phase.MEMBER, now)
-        self._began = now
+            self.sites[slot].enter(Phase.MEMBER, step, self._rules.site_timeout / 2, now)
+        self.pace.began = now
         return self._advance(now)
-
-    def get_on(self, slot: int, now: float) -> None:
-        """Record that frames of a step or a state have arrived from a site, or for it."""
-        self._sites[slot].progressed = now
-
-    def receive(self, slot: int, now: float, complete: bool = False) -> None:
-        """Record that a site that joins has acknowledged frames among which its state is, or that it has all of it."""
-        site = self._sites[slot]
-        if site.phase is Phase.JOINING:
-            self.get_on(slot, now)
-            site.loads |= complete
 
     def end(self, slot: int, step: int, now: float, idle: bool = False) -> list[Action]:
         """Take a site's END of a step.
@@ -269,16 +310,16 @@ class Membership:
             now: the time, in seconds.
             idle: whether the site contributes nothing to the step.
         """
-        site = self._sites[slot]
+        site, pace = self.sites[slot], self.pace
         if site.phase is Phase.ABSENT:
             return []
-        self.get_on(slot, now)
+        site.progressed = now
         if site.phase is not Phase.MEMBER or not site.ended < step <= self.open_step:
             self._drop(slot, f"it has ended step {step}, which it does not take part in")
         else:
             if step == self.open_step:
-                self._first_end = self._first_end if self._ended(step) else now
-                self._last_end = now
+                pace.first_end = pace.first_end if self._ended(step) else now
+                pace.last_end = now
             site.ended, site.idle, site.awaited = step, idle, True
             if step >= self.step:
                 site.until, site.held = 0, False
@@ -292,53 +333,48 @@ class Membership:
             position: position of the state.
             now: the time, in seconds.
         """
-        site = self._sites[slot]
+        site = self.sites[slot]
         if site.phase is Phase.ABSENT:
             return []
-        self.get_on(slot, now)
+        site.progressed = now
         known = position.life == self.life and site.ended <= position.step <= self.step
         if not known or site.phase is Phase.WAITING:
             self._drop(slot, f"it holds step {position.step} of another history, not step {self.step}")
         elif site.phase is Phase.JOINING:
             site.phase, site.donor, site.ended = Phase.MEMBER, None, position.step
-            if self.behind(slot):
+            if site.behind(self.step):
                 site.until = 2 * self.step - site.ended + _NEAR
             else:
-                self._began = now  # it was not late before
+                self.pace.began = now  # it was not late before
         return self._advance(now)
 
     def close(self, slot: int, reason: str, now: float) -> list[Action]:
         """Take the end of a site's connection."""
-        if self._sites[slot].phase is not Phase.ABSENT:
+        if self.sites[slot].phase is not Phase.ABSENT:
             self._drop(slot, reason)
         return self._advance(now)
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass."""
-        for slot in self.participants:
-            until = self._progress_deadline(slot)
+        for site in self._in_phase(Phase.MEMBER, Phase.JOINING):
+            until = self._progress_deadline(site)
             if until is not None and now >= until:
-                joins = self._sites[slot].phase is Phase.JOINING
+                joins = site.phase is Phase.JOINING
                 what = "not received its state" if joins else f"not ended step {self.open_step}"
-                self._drop(slot, f"alive, but has {what} for {self._rules.progress_timeout:g} s")
-        for slot in self._in_phase(Phase.JOINING):
-            self._replace_donor(slot, now)
+                self._drop(site.slot, f"alive, but has {what} for {self._rules.progress_timeout:g} s")
+        for site in self._in_phase(Phase.JOINING):
+            self._replace_donor(site, now)
         return self._advance(now)
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Median seconds of the last steps; None before one has closed."""
-        return statistics.median(self._durations) if self._durations else None
 
     # What follows
 
     def _drop(self, slot: int, reason: str) -> None:
-        self._sites[slot].phase = Phase.ABSENT
-        for other, site in enumerate(self._sites):
-            if slot in (other, site.donor):
+        self.sites[slot].phase = Phase.ABSENT
+        for site in self.sites:
+            if slot in (site.slot, site.donor):
                 site.donor = None
         self._actions.append(Drop(slot, self.open_step, reason))
-        self._regular = False
+        self.pace.regular = False
 
     def _advance(self, now: float) -> list[Action]:
         """Close and pause as far as possible, and return the actions."""
@@ -355,7 +391,7 @@ class Membership:
     def _may_start(self, now: float) -> bool:
         """Return whether all sites are connected, or enough have been for so long as they wait for the others."""
         here = len(self._in_phase(Phase.WAITING))
-        if here == len(self._sites):
+        if here == len(self.sites):
             return True
         if not self.start.sites or here < self.start.sites:
             self._enough_since = None
@@ -368,23 +404,15 @@ class Membership:
         self.started = True
         if self.start.sites:  # until the sites state what they require
             self._rules = dataclasses.replace(self._rules, min_sites=1)
-        self._actions.append(Start(self.position, tuple(self._in_phase(Phase.ABSENT))))
-        for slot in self._in_phase(Phase.WAITING):
-            self._join(slot, Phase.MEMBER, now)
-        self._began = now
-        self._regular = True
+        self._actions.append(Start(self.position, tuple(site.slot for site in self._in_phase(Phase.ABSENT))))
+        for site in self._in_phase(Phase.WAITING):
+            self._join(site, Phase.MEMBER, now)
+        self.pace.began, self.pace.regular = now, True
 
-    def _join(self, slot: int, phase: Phase, now: float) -> None:
+    def _join(self, site: Site, phase: Phase, now: float) -> None:
         """Announce a participant of the open step."""
-        self._enter(slot, phase, now)
-        self._actions.append(Join(slot, self.open_step))
-
-    def _enter(self, slot: int, phase: Phase, now: float) -> None:
-        site = self._sites[slot]
-        site.phase, site.ended, site.awaited = phase, self.step, True
-        site.until, site.held = 0, False
-        site.entered = site.progressed = now
-        site.donor, site.patience = None, self._rules.site_timeout / 2
+        site.enter(phase, self.step, self._rules.site_timeout / 2, now)
+        self._actions.append(Join(site.slot, self.open_step))
 
     def _assign_donors(self, now: float) -> None:
         """Ask a member for its state for each joiner without a donor, the one that was asked least often.
@@ -392,30 +420,28 @@ class Membership:
         A member that is behind does not hold the last closed step yet.
         """
         members = self._ended(self.step)
-        for slot in self._in_phase(Phase.JOINING) if members else ():
-            if self._sites[slot].donor is None:
-                self._sites[slot].progressed = now
-                self._ask(slot, members, now)
+        for joiner in self._in_phase(Phase.JOINING) if members else ():
+            if joiner.donor is None:
+                joiner.progressed = now
+                self._ask(joiner, members, now)
 
-    def _ask(self, slot: int, members: Sequence[int], now: float) -> None:
+    def _ask(self, joiner: Site, members: Sequence[Site], now: float) -> None:
         """Ask one of some members for its state for a joiner."""
-        joiner = self._sites[slot]
-        joiner.donor = min(members, key=lambda member: self._sites[member].donations)
-        joiner.asked, joiner.answered, joiner.loads = now, False, False
-        self._sites[joiner.donor].donations += 1
+        donor = min(members, key=lambda member: member.donations)
+        donor.donations += 1
+        joiner.donor, joiner.asked, joiner.answered, joiner.loads = donor.slot, now, False, False
         self._requests = self._requests % _MOST_REQUESTS + 1
-        self._actions.append(SendState(joiner.donor, slot, self.step, self._requests))
+        self._actions.append(SendState(donor.slot, joiner.slot, self.step, self._requests))
 
-    def _replace_donor(self, slot: int, now: float) -> None:
+    def _replace_donor(self, joiner: Site, now: float) -> None:
         """Ask another member for its state for a joiner that lacks some, of which nothing has arrived for too long."""
-        joiner = self._sites[slot]
         if joiner.donor is None or joiner.loads or now < max(joiner.asked, joiner.progressed) + joiner.patience:
             return
         step = self.step if joiner.answered else self.open_step
-        able = [each for each in self._ended(step) if each != joiner.donor]
+        able = [each for each in self._ended(step) if each.slot != joiner.donor]
         if able:
             joiner.patience *= 2
-            self._ask(slot, able, now)
+            self._ask(joiner, able, now)
 
     def _try_close(self, now: float) -> None:
         """Close the open step if its contributors are known.
@@ -426,118 +452,92 @@ class Membership:
         if not ended or not self._enough(ended):
             return
         joining, members = self._in_phase(Phase.JOINING), self._in_phase(Phase.MEMBER)
-        missing = [slot for slot in members if slot not in ended]
-        if any(self._awaits_state(slot, now) for slot in joining):
+        missing = [site for site in members if site not in ended]
+        if any(self._awaits_state(site, now) for site in joining):
             return
-        late = [slot for slot in missing if not self._catches_up(slot)]
+        late = [site for site in missing if not self._catches_up(site)]
         if late:
-            if not self._may_skip(ended) or self._waits_for(late, now):
+            if self._waits_for(late, ended, now):
                 return
-            self._regular &= not any(self._sites[slot].awaited for slot in late)
-        for slot in late:
-            self._sites[slot].awaited = False
-        self._actions += [Skip(slot, self.open_step, slot in late) for slot in (*missing, *joining)]
-        self._actions.append(Close(self.open_step, tuple(ended)))
+            self.pace.regular &= not any(site.awaited for site in late)
+        for site in late:
+            site.awaited = False
+        self._actions += [Skip(site.slot, self.open_step, site in late) for site in (*missing, *joining)]
+        self._actions.append(Close(self.open_step, tuple(site.slot for site in ended)))
         if self.round is RoundKind.FIRST:
-            if self._regular:
-                self._durations.append(now - self._began)
-            for slot in joining:
-                self._sites[slot].answered |= self._sites[slot].donor is not None
-        self._began, self._regular = now, True
+            if self.pace.regular:
+                self.pace.durations.append(now - self.pace.began)
+            for site in joining:
+                site.answered |= site.donor is not None
+        self.pace.began, self.pace.regular = now, True
         self.step += 1
         self.round = RoundKind.FIRST
-        for slot in late:
-            if self.step - self._sites[slot].ended >= self._rules.max_lag:
-                self._drop(slot, f"late: it is {self._rules.max_lag} steps behind")
+        for site in late:
+            if self.step - site.ended >= self._rules.max_lag:
+                self._drop(site.slot, f"late: it is {self._rules.max_lag} steps behind")
 
-    def _awaits_state(self, slot: int, now: float) -> bool:
+    def _awaits_state(self, site: Site, now: float) -> bool:
         """Return whether the open step waits for the state of a site that joins."""
-        site = self._sites[slot]
         if self.round is RoundKind.COLLECTIVE:
             return site.answered  # else it gets a state of after this round
         begins = site.ended == self.step  # it joins in this step
-        return site.held or (begins and now < max(site.entered, self._last_end) + SHORT_STATE)
+        return site.held or (begins and now < max(site.entered, self.pace.last_end) + SHORT_STATE)
 
-    def _catches_up(self, slot: int) -> bool:
+    def _catches_up(self, site: Site) -> bool:
         """Return whether a member that has joined catches up, so that the open step does not wait for it."""
-        site = self._sites[slot]
-        if self.round is RoundKind.COLLECTIVE or site.held or not site.until or not self.behind(slot):
+        if self.round is RoundKind.COLLECTIVE or site.held or not site.until or not site.behind(self.step):
             return False
         return self.round is RoundKind.FURTHER or (self.step > site.ended + _NEAR and self.step < site.until)
 
-    def _enough(self, slots: Sequence[int]) -> bool:
-        return self.round is not RoundKind.FIRST or len(slots) >= self._rules.min_sites
+    def _enough(self, sites: Sequence[object]) -> bool:
+        return self.round is not RoundKind.FIRST or len(sites) >= self._rules.min_sites
 
-    def _may_skip(self, ended: Sequence[int]) -> bool:
-        """Return whether the open step can close without its late members once they are late."""
-        return (
-            self._rules.late == "skip"
-            and (len(self._durations) >= _MEDIAN_NEEDS or not self._rules.patience)
-            and self.round is not RoundKind.COLLECTIVE
-            and any(not self._sites[slot].idle for slot in ended)
-        )
+    def _waits_for(self, missing: Sequence[Site], ended: Sequence[Site], now: float) -> bool:
+        """Return whether the open step waits for one of the members that have not ended it.
 
-    def _waits_for(self, missing: Sequence[int], now: float) -> bool:
-        """Return whether one of the members that have not ended the open step is still waited for."""
-        if self.round is RoundKind.FURTHER:  # who has missed a round of the step has no part in this one
-            missing = [slot for slot in missing if not self.behind(slot)]
-            if missing and len(self._ended(self.open_step)) < self._rules.min_sites:
-                return True
-        awaited = any(self._sites[slot].awaited for slot in missing)
-        return awaited and now < self._late_at()
-
-    def _late_at(self) -> float:
-        """Return when members that have not ended the open step are late.
-
-        No site is late if all are slow: where the first member has taken longer than a median step, the others have as
-        much time beyond it.
+        Args:
+            missing: these members.
+            ended: those that have.
+            now: the time, in seconds.
         """
-        patience = self._rules.patience
-        if not patience:
-            return self._first_end + self._rules.site_timeout
-        median = statistics.median(self._durations)
-        since_start = self._began + max(_JITTER, patience * median)
-        return max(since_start, self._first_end + max(_JITTER, (patience - 1) * median))
+        late_at, collective = self.pace.late_at(self._rules), self.round is RoundKind.COLLECTIVE
+        if self._rules.late != "skip" or collective or late_at == math.inf or all(site.idle for site in ended):
+            return True
+        if self.round is RoundKind.FURTHER:  # who has missed a round of the step has no part in this one
+            missing = [site for site in missing if not site.behind(self.step)]
+            if missing and len(ended) < self._rules.min_sites:
+                return True
+        return any(site.awaited for site in missing) and now < late_at
 
-    def _progress_deadline(self, slot: int) -> float | None:
+    def _progress_deadline(self, site: Site) -> float | None:
         """Return when a participant is lost though it is alive; None while no site waits for it."""
-        site = self._sites[slot]
         if site.phase is Phase.JOINING and site.donor is not None:
-            return max(site.progressed, self._sites[site.donor].progressed) + self._rules.progress_timeout
+            return max(site.progressed, self.sites[site.donor].progressed) + self._rules.progress_timeout
         if site.phase is Phase.MEMBER and site.ended < self.open_step and self._ended(self.open_step):
-            return max(site.progressed, self._first_end) + self._rules.progress_timeout
-        waiting = [each.progressed for each in self._sites if each.phase is Phase.JOINING and each.donor is None]
-        if waiting and self.behind(slot):  # it would be the donor
+            return max(site.progressed, self.pace.first_end) + self._rules.progress_timeout
+        waiting = [each.progressed for each in self._in_phase(Phase.JOINING) if each.donor is None]
+        if waiting and site.behind(self.step):  # it would be the donor
             return max(site.progressed, *waiting) + self._rules.progress_timeout
         return None
 
-    def _is_awaited_long(self, slot: int, now: float) -> bool:
+    def _is_awaited_long(self, site: Site, now: float) -> bool:
         """Return whether others have waited for the state of a site long enough to announce a pause."""
-        site = self._sites[slot]
         needed = site.held or (site.answered and self.round is RoundKind.COLLECTIVE)
         needed |= not self._enough(self._in_phase(Phase.MEMBER))
         return needed and site.donor is not None and now >= site.entered + _LONG_STATE
 
-    @property
-    def _start_in_words(self) -> str:
-        """When training starts without the sites that are waited for; empty if only with all."""
-        if not self.start.sites:
-            return ""
-        if self._enough_since is None:
-            return f"; {self.start.sites} sites are enough to start"
-        return f"; training starts without them {self.start.seconds:g} s after {self.start.sites} sites were connected"
-
     def _announce_pause(self, now: float) -> None:
-        absent, count = tuple(self._in_phase(Phase.ABSENT)), len(self.participants)
-        pause, waiting = None, f"waiting for {', '.join(self._sites[slot].name for slot in absent)}"
+        missing, count = self._in_phase(Phase.ABSENT), len(self.participants)
+        absent = tuple(site.slot for site in missing)
+        pause, waiting = None, f"waiting for {', '.join(site.name for site in missing)}"
         if not self.started:
-            pause = Pause(absent, waiting + self._start_in_words)
+            pause = Pause(absent, waiting + self.start.in_words(self._enough_since is not None))
         elif not self._enough(self.participants):
             here = f"{count} {'is' if count == 1 else 'are'} connected"
             pause = Pause(absent, f"{self._rules.min_sites} sites are needed and {here}: {waiting}")
         elif not self._in_phase(Phase.MEMBER):
             pause = Pause(absent, f"no connected site holds step {self.step}: {waiting}")
-        elif slow := [self._sites[slot] for slot in self._in_phase(Phase.JOINING) if self._is_awaited_long(slot, now)]:
+        elif slow := [site for site in self._in_phase(Phase.JOINING) if self._is_awaited_long(site, now)]:
             pause = Pause((), f"{', '.join(each.name for each in slow)} joins, and receives the state of the training")
         if pause == self._pause or (self.started and not count):  # no site waits any more
             return

@@ -301,7 +301,7 @@ class Relay:
         for session in sessions if wait else ():
             session.excused = now + wait
         for slot in self.run.membership.participants if wait else ():
-            self.run.membership.get_on(slot, now)
+            self.run.membership.sites[slot].progressed = now
 
     def awaits_all(self, now: float) -> bool:
         """Return whether no site can be heard, or some have not come back since then."""
@@ -323,7 +323,7 @@ class Relay:
     def _tick_session(self, session: Session, now: float, dials: bool) -> None:
         if session.queue.acknowledged != session.reached:
             if session.channel == "training" and not session.waits and session.reached < session.state_end:
-                self.run.membership.receive(session.slot, now)
+                self.run.membership.sites[session.slot].receive(now)
             session.reached = session.queue.acknowledged
         if self.outage.since is not None or now < session.excused:
             session.tick(now)
@@ -352,10 +352,11 @@ class Relay:
             return not session.full
         if session.channel == "training" and not session.waits and self.run.sums.is_ahead(session.slot):
             return False
+        sites, step = self.run.membership.sites, self.run.membership.step
         return not any(
-            other.full and not (channel == "training" and not other.waits and self.run.membership.lags(other.slot))
-            for (channel, _), other in self.sessions.items()
-            if channel == session.channel and other is not session
+            each.full and (each.channel != "training" or each.waits or not sites[each.slot].lags(step))
+            for each in self.sessions.of(session.channel)
+            if each is not session
         )
 
     def update_full(self) -> None:
@@ -471,26 +472,26 @@ class Relay:
             self._recovery.take(session, head, packed)
             self._recover(now)
             return
-        closed = head.step < run.membership.open_step
+        site, closed = run.membership.sites[session.slot], head.step < run.membership.open_step
         if session.waits or not run.membership.started or (closed and not run.elastic):
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
         if head.kind is Kind.STATE:  # of an earlier step: training goes on meanwhile
-            run.membership.get_on(session.slot, now)
+            site.progressed = now
             receiver = self.sessions.get(("training", head.slot))
             if receiver is not None and receiver.take_state(session.slot, head, body):
-                run.membership.get_on(head.slot, now)
+                run.membership.sites[head.slot].progressed = now
             return
         if closed and len(body) < _SMALL_BYTES:
             session.spare -= 1
-        if closed and run.rules.late == "wait" and not run.membership.behind(session.slot):
+        if closed and run.rules.late == "wait" and not site.behind(run.membership.step):
             return  # it was sent again for a site that has left since
-        run.membership.get_on(session.slot, now)
+        site.progressed = now
         session.record(head, now)
         if head.kind is Kind.END:
             self._take_end(session.slot, head, now)
         elif closed:  # the site is late, and does not know it yet
             return
-        elif run.membership.phase(session.slot) is Phase.JOINING:
+        elif site.phase is Phase.JOINING:
             raise FrameError(f"a {head.kind.name} frame before it has received its state")
         elif head.kind is Kind.PAYLOAD:
             others = pass_payload(session, head, packed, self.sessions.training)
@@ -567,7 +568,7 @@ class Relay:
             case Receiving() if trains:
                 session.receiving = message
                 if message.received == message.nbytes and not session.waits:
-                    self.run.membership.receive(session.slot, now, complete=True)
+                    self.run.membership.sites[session.slot].receive(now, complete=True)
             case Arrived() if trains and not session.waits:
                 self._pass_arrived(session, message)
             case Joined() if trains and not session.waits:

@@ -368,7 +368,7 @@ class Run:
         """Return the slots of the sites that cannot go on, and why."""
         if not self.elastic:
             return []
-        overdue = [slot for slot in self.missed.overdue() if not self.membership.hold(slot)]
+        overdue = [slot for slot in self.missed.overdue() if not self.membership.sites[slot].hold()]
         late = [(slot, f"late: more than {LIMIT >> 20} MB wait for it") for slot in overdue]
         orphans = [(slot, "no site is left that holds the state of the training") for slot in orphaned(self.membership)]
         return late + orphans
@@ -444,8 +444,7 @@ class Run:
 
 def orphaned(membership: Membership) -> list[int]:
     """Return the slots of the sites that wait for a state which no member is left to send."""
-    participants = membership.participants
-    return [] if any(membership.phase(slot) is Phase.MEMBER for slot in participants) else participants
+    return [] if any(site.phase is Phase.MEMBER for site in membership.sites) else membership.participants
 
 
 WAIT_SECONDS = 30.0  # for all sites, where all have to stay

@@ -298,7 +298,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
         "time": utc_now(),
         "started": relay.run.membership.started,
         "step": relay.run.membership.step,
-        "step_seconds": relay.run.membership.step_seconds,
+        "step_seconds": relay.run.membership.pace.median,
         "waiting": waiting,
         "waiting_since": meter.since("waiting", waiting),
         "refused": hub.acceptor.refused,
@@ -324,7 +324,7 @@ def _state(relay: Relay, slot: int) -> str:
         return "absent"
     if session.stream is None:
         return "disconnected"
-    return Phase.WAITING.value if session.waits else relay.run.membership.phase(slot).value
+    return Phase.WAITING.value if session.waits else relay.run.membership.sites[slot].phase.value
 
 
 def table(status: dict[str, Any]) -> list[str]:

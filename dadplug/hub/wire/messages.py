@@ -240,6 +240,18 @@ class StartTerms(NamedTuple):
         """Seconds for which so many sites wait for the others."""
         return self.after_ms / 1e3
 
+    def in_words(self, enough: bool) -> str:
+        """Return when training starts without the sites that are waited for; empty if only with all.
+
+        Args:
+            enough: whether enough sites are connected.
+        """
+        if not self.sites:
+            return ""
+        if not enough:
+            return f"; {self.sites} sites are enough to start"
+        return f"; training starts without them {self.seconds:g} s after {self.sites} sites were connected"
+
     def __str__(self) -> str:
         return f"start_sites={self.sites}, start_after={self.seconds:g}" if self.sites else "no start_sites"
 
