@@ -80,13 +80,13 @@ def accept(connection: socket.socket, kit: Kit) -> tuple[SecureSocket, str]:
     pending = PendingConnection(connection, "", tls.hub_context(kit), kit, time.monotonic())
     try:
         while not pending.name:
-            select.select([pending], [pending] if pending.writing else [], [], TIMEOUT)
+            select.select([pending.connection], [pending.connection] if pending.writing else [], [], TIMEOUT)
             pending.advance(time.monotonic())
     except (RefusedError, OSError):
         closing = ClosingConnection(pending.detach(), time.monotonic())
         while time.monotonic() < closing.deadline and not closing.drain():
             time.sleep(0.01)
-        closing.close()
+        closing.connection.close()
         raise
     pending.connection.settimeout(TIMEOUT)
     return pending.connection, pending.name

@@ -130,10 +130,6 @@ class PendingConnection:
         with contextlib.suppress(OSError):  # the other end may have gone
             self.connection.sendall(answer)
 
-    def fileno(self) -> int:
-        """Return the descriptor of the connection."""
-        return self.connection.fileno()
-
     def detach(self) -> socket.socket:
         """Return the connection below TLS."""
         return socket.socket(fileno=self.connection.detach())
@@ -149,12 +145,13 @@ class ClosingConnection:
         now: the time, in seconds.
 
     Attributes:
+        connection: the connection below TLS.
         deadline: time at which the connection is closed in any case.
     """
 
     def __init__(self, connection: socket.socket, now: float) -> None:
         self.deadline = now + _CLOSING_SECONDS
-        self._connection = connection
+        self.connection = connection
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
@@ -162,19 +159,11 @@ class ClosingConnection:
     def drain(self) -> bool:
         """Read and forget what has arrived; return whether the other end has closed the connection."""
         try:
-            return not self._connection.recv(65536)
+            return not self.connection.recv(65536)
         except BlockingIOError:
             return False
         except OSError:
             return True
-
-    def fileno(self) -> int:
-        """Return the descriptor of the connection."""
-        return self._connection.fileno()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
 
 def _room(head: Head) -> memoryview:
@@ -320,7 +309,7 @@ class Acceptor:
             self._journal.refuse(address, tls.explain(error), now)
             return
         self._pending.append(pending)
-        self._own.register(pending, _READ, pending)
+        self._own.register(pending.connection, _READ, pending)
 
     def _advance(self, pending: PendingConnection, now: float) -> None:
         try:
@@ -334,7 +323,7 @@ class Acceptor:
             return
         if hello is None:
             events = selectors.EVENT_WRITE if pending.writing else _READ
-            self._own.modify(pending, events, pending)
+            self._own.modify(pending.connection, events, pending)
             return
         self._forget(pending)
         try:
@@ -347,7 +336,7 @@ class Acceptor:
         self._end(pending, reason, now)
 
     def _forget(self, pending: PendingConnection) -> None:
-        self._own.unregister(pending)
+        self._own.unregister(pending.connection)
         self._pending.remove(pending)
 
     def _end(self, pending: PendingConnection, reason: str, now: float) -> None:
@@ -367,13 +356,13 @@ class Acceptor:
             self.end_closing(self.closing[0])
         closing = ClosingConnection(connection, now)
         self.closing.append(closing)
-        self._selector.register(closing, _READ, closing)
+        self._selector.register(connection, _READ, closing)
 
     def end_closing(self, closing: ClosingConnection) -> None:
         """Close a connection whose last bytes have been sent."""
-        self._selector.unregister(closing)
+        self._selector.unregister(closing.connection)
         self.closing.remove(closing)
-        closing.close()
+        closing.connection.close()
 
     def tick(self, now: float, spares: bool = False) -> None:
         """End what has taken too long.
@@ -398,7 +387,7 @@ class Acceptor:
         for pending in self._pending:
             pending.detach().close()
         for closing in self.closing:
-            closing.close()
+            closing.connection.close()
 
 
 def _listener(host: str, port: int, given: bool) -> socket.socket:

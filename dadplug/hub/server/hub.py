@@ -284,7 +284,7 @@ class Hub:
                 if (session.channel, session.name) == (hello.channel, pending.name):
                     self.relay.fail(session, error, now)
             attached = [each.stream.connection for each in self._masks if each.stream is not None]
-            if pending.fileno() >= 0 and pending.connection not in attached:
+            if pending.connection.fileno() >= 0 and pending.connection not in attached:
                 self.acceptor.close_gracefully(pending.detach(), now)
 
     def _attach(self, pending: PendingConnection, hello: Hello, now: float) -> None:
