@@ -175,28 +175,31 @@ def check_kit(folder: Path, address: tuple[str, int] | None = None, timeout: flo
 def _files(kit: Kit) -> Iterator[Finding]:
     now = current_time()
     renew = f"Ask the project's operator to run `{RENEW} {kit.name}`."
-    begin, end = kit.certificate.not_valid_before_utc, kit.certificate.not_valid_after_utc
-    yield _dates("certificate", begin, end, now, renew)
-    begin, end = kit.authority.not_valid_before_utc, kit.authority.not_valid_after_utc
-    yield _dates("authority", begin, end, now, "All kits have to be made anew, by a new authority.")
+    for item, certificate, advice in (
+        ("certificate", kit.certificate, renew),
+        ("authority", kit.authority, "All kits have to be made anew, by a new authority."),
+    ):
+        yield _dates(item, certificate.not_valid_before_utc, certificate.not_valid_after_utc, now, advice)
     end = revocation_list_end(read_file(kit.folder / REVOKED))
     yield _dates("revocations", None, end, now, "Ask the project's operator for a new revoked.pem.")
     if kit.certificate.serial_number in kit.revoked:
         yield Finding("revoked", "failed", "this kit's certificate has been revoked", "Ask the operator for a new kit.")
-    modes = "all modes" if kit.policy.modes is None else "modes " + (", ".join(kit.policy.modes) or "none")
-    inputs = "" if kit.policy.share_inputs else ", share_inputs=False"
-    inputs += ", encrypt_local" if kit.policy.encrypt_local else ""
-    share = kit.policy.max_rank_share
-    inputs += f", at most {share:g} of a layer's rows" if share < 1 else ""
-    inputs += ", differential privacy" if kit.policy.require_privacy else ""
-    inputs += ", allow_pickle" if kit.policy.allow_pickle else ""
+    policy = kit.policy
+    limits = (
+        "all modes" if policy.modes is None else "modes " + (", ".join(policy.modes) or "none"),
+        "" if policy.share_inputs else "share_inputs=False",
+        "encrypt_local" if policy.encrypt_local else "",
+        f"at most {policy.max_rank_share:g} of a layer's rows" if policy.max_rank_share < 1 else "",
+        "differential privacy" if policy.require_privacy else "",
+        "allow_pickle" if policy.allow_pickle else "",
+    )
     place = kit.roster.hub_at
     where = f"site {place} runs the hub" if place else "a third party runs the hub"
     if kit.roster.sealed:
         where += ", and cannot read what sites send"
     elif not place:
         where += ": modes with factors are refused"
-    yield Finding("policy", "ok", f"{modes}{inputs}; {where}")
+    yield Finding("policy", "ok", f"{', '.join(filter(None, limits))}; {where}")
 
 
 def _dates(item: str, begin: datetime | None, end: datetime, now: datetime, advice: str) -> Finding:

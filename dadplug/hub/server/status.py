@@ -342,18 +342,17 @@ def table(status: dict[str, Any]) -> list[str]:
     ]
     for site in sites:
         up, down = (site[f"bytes_per_second_{way}"] / 1e6 for way in ("from", "to"))
-        late = f"{site['late_seconds']:.0f} s" if site["late_seconds"] else ""
-        if since := site.get("absent_since"):
-            never = "" if site["bytes_from"] else ", has never connected"
-            late += f"{', ' * bool(late)}since {_clock(since)}{never}"
-        if site.get("receives"):
-            late += f"{', ' * bool(late)}{site['receives']}"
-        if site["missed_steps"]:
-            late += f"{', ' * bool(late)}{site['missed_steps']} steps missed"
-        if site.get("epsilon"):
-            late += f"{', ' * bool(late)}epsilon {site['epsilon']}, delta {site['delta']:g}"
-        for text in filter(None, (site.get("contributed"), site.get("outsized"))):
-            late += f"{', ' * bool(late)}{text}"
+        since, missed, epsilon = site.get("absent_since"), site["missed_steps"], site.get("epsilon")
+        notes = (
+            f"{site['late_seconds']:.0f} s" if site["late_seconds"] else "",
+            f"since {_clock(since)}{'' if site['bytes_from'] else ', has never connected'}" if since else "",
+            site.get("receives"),
+            f"{missed} steps missed" if missed else "",
+            f"epsilon {epsilon}, delta {site['delta']:g}" if epsilon else "",
+            site.get("contributed"),
+            site.get("outsized"),
+        )
+        late = ", ".join(filter(None, notes))
         lines.append(
             f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
         )
