@@ -193,7 +193,9 @@ def make_certificate(
         .add_extension(_issuer_key(authority), critical=False)
     )
     if name == HUB:
-        builder = builder.add_extension(x509.SubjectAlternativeName(map(_general_name, hub_names)), critical=False)
+        addresses = [(name, ip_address(name)) for name in hub_names]
+        names = [x509.IPAddress(address) if address else x509.DNSName(name) for name, address in addresses]
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     return builder.sign(authority_key, _HASH)
 
 
@@ -350,11 +352,6 @@ def _issuer_key(authority: Certificate) -> x509.AuthorityKeyIdentifier:
 def _name(project: str, name: str) -> x509.Name:
     organization = x509.NameAttribute(NameOID.ORGANIZATION_NAME, project)
     return x509.Name([organization, x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _general_name(name: str) -> x509.GeneralName:
-    address = ip_address(name)
-    return x509.IPAddress(address) if address else x509.DNSName(name)
 
 
 @dataclass(frozen=True)
