@@ -85,7 +85,7 @@ class SingleSite(Transport):
 
 
 Recognise = Callable[[dist.ProcessGroup], bool]
-Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float, "Requirements | None", bool], Transport]
+Open = Callable[[Traffic, torch.device, float, "Requirements | None", bool], Transport]
 
 _networks: list[tuple[Recognise, Open, Recognise]] = []
 
@@ -95,7 +95,7 @@ def register_network(recognise: Recognise, open_network: Open, may_leave: Recogn
 
     Args:
         recognise: returns whether a process group is one of the network.
-        open_network: opens a transport for such a group; takes group, meter, device, timeout, requirements and
+        open_network: opens a transport for such a group; takes meter, device, timeout, requirements and
             whether it is for a trainer, see `open_transport`.
         may_leave: returns whether training in such a group goes on without a site that leaves.
     """
@@ -151,7 +151,9 @@ def open_transport(
         return SingleSite(traffic, device, timeout)
     for recognise, open_network, _ in _networks:
         if recognise(parent):
-            return open_network(parent, traffic, device, timeout, requirements, for_trainer)
+            transport = open_network(traffic, device, timeout, requirements, for_trainer)
+            transport.belong_to(parent)
+            return transport
     if requirements is not None:
         raise ValueError(
             "min_sites needs a hub, since only a hub tracks which sites are present: dadplug.connect(kit=...)"

@@ -49,11 +49,12 @@ class GroupTransport(Transport):
     """
 
     used = False
+    _no_group = "this process has left the other sites: its process group has been closed"
 
     def __init__(
         self, group: dist.ProcessGroup, sites: PeerNames, traffic: Traffic, device: torch.device, timeout: float
     ) -> None:
-        self._group: dist.ProcessGroup | None = group
+        self._group = group
         self._sockets: PeerSockets | None = None
         self._sockets_tried = False
         self._process = os.getpid()
@@ -81,12 +82,6 @@ class GroupTransport(Transport):
     def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:  # `sys` may be gone before this object
         if not is_finalizing():
             self.close()
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise RuntimeError("this process has left the other sites: its process group has been closed")
-        return self._group
 
     @property
     def has_all_to_all(self) -> bool:

@@ -277,6 +277,8 @@ class Transport(ABC):
     nodes: Nodes | None = None
     inside: Transport | None = None
     more_follows = False
+    _group: dist.ProcessGroup | None = None
+    _no_group = "this site trains alone: it has no process group"
     observe: Callable[[str, list[Any]], None] | None = None
     """Called with the name of a unit and the rows of all senders as they were decoded, for audits; None for none."""
 
@@ -315,7 +317,13 @@ class Transport(ABC):
         Raises:
             RuntimeError: if there is none.
         """
-        raise RuntimeError("this site trains alone: it has no process group")
+        if self._group is None:
+            raise RuntimeError(self._no_group)
+        return self._group
+
+    def belong_to(self, group: dist.ProcessGroup) -> None:
+        """Take the process group of the sites, where another one carries the messages."""
+        self._group = group
 
     @abstractmethod
     def close(self) -> None:

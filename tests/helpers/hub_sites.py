@@ -85,7 +85,7 @@ def over_hub(kits: Path) -> Iterator[HubLink]:
     link = open_link(kits, NAMES[dist.get_rank()], timeout=200.0)
 
     def open_transport(
-        group: Any, traffic: Traffic, device: Any, timeout: float, requirements: Requirements | None, for_trainer: bool
+        traffic: Traffic, device: Any, timeout: float, requirements: Requirements | None, for_trainer: bool
     ) -> HubTransport:
         if requirements is None:
             return HubTransport(link, traffic, timeout)

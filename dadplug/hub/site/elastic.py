@@ -20,7 +20,6 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import MismatchError
@@ -298,7 +297,6 @@ class ElasticTransport(HubTransport):
         traffic: the meter; it counts what this site sends to the hub.
         timeout: seconds after which a silent site counts as lost.
         requirements: number of sites that are needed, and when a silent one is lost.
-        group: process group of the sites, if there is one.
         for_trainer: whether it is for a trainer's messages besides those of its gradient reduction.
     """
 
@@ -311,11 +309,10 @@ class ElasticTransport(HubTransport):
         traffic: Traffic,
         timeout: float,
         requirements: Requirements,
-        group: dist.ProcessGroup | None = None,
         for_trainer: bool = False,
     ) -> None:
         rounds = (TrainerRounds if for_trainer else ElasticRounds)(link, traffic, timeout, requirements)
-        super().__init__(link, traffic, timeout, group, rounds)
+        super().__init__(link, traffic, timeout, rounds)
 
     def prefers_gather(self, nbytes: int) -> bool:
         return True  # a sum that the hub has formed holds the share of a site that has left since

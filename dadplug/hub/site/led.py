@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ... import errors
@@ -30,7 +29,7 @@ from ...exchange.transport import AllToAll, Exchange, Gather, Nodes
 from .elastic import ElasticTransport, check_left
 from .link import HubLink
 from .processes import ALIVE_SECONDS, LocalSite, NoStreams, SiteTransport
-from .transport import MOST_RECEIVERS, CollectiveTransport, SitesGather
+from .transport import CollectiveTransport, SitesGather
 
 _PATIENCE = 1e6  # seconds; the leader may wait that long for other sites, and is asked meanwhile whether it is alive
 _Result = TypeVar("_Result")
@@ -232,7 +231,6 @@ class LedTransport(CollectiveTransport, NoStreams):
         sites: the sites by name.
         traffic: the meter; what goes to other sites is counted at the leader, once for the site.
         timeout: seconds after which a silent site counts as lost.
-        group: process group of all processes.
 
     Attributes:
         hub: messages between the sites, at the leader; None at the others.
@@ -248,18 +246,12 @@ class LedTransport(CollectiveTransport, NoStreams):
         sites: PeerNames,
         traffic: Traffic,
         timeout: float,
-        group: dist.ProcessGroup | None,
     ) -> None:
         cpu, rounds = torch.device("cpu"), LedRounds(inside, hub, sites)
         super().__init__(sites, traffic, sites.rank, cpu, timeout, rounds)
         self.inside = inside
         self.hub = hub
         self.copies, self.ring = 1, 1.0
-        self._group = group
-
-    @property
-    def has_all_to_all(self) -> bool:
-        return self.world_size <= MOST_RECEIVERS
 
     def opened(self, call: Callable[[ElasticTransport], _Result]) -> _Result | None:
         """Return what the leader opens; None at the other processes."""

@@ -353,9 +353,10 @@ class SiteTransport(CollectiveTransport, NodeMessages, NoStreams):
         nodes: ranks of the processes of each site.
         traffic: the meter; what goes to other sites is counted at the leader, once for the site.
         timeout: seconds after which a silent process counts as lost.
-        group: process group of all processes, if there is one.
         patience: as in `LocalSite.connect`.
     """
+
+    has_all_to_all = False  # payloads travel as those of a site
 
     def __init__(
         self,
@@ -365,7 +366,6 @@ class SiteTransport(CollectiveTransport, NodeMessages, NoStreams):
         nodes: Nodes,
         traffic: Traffic,
         timeout: float,
-        group: dist.ProcessGroup | None = None,
         patience: float | None = None,
     ) -> None:
         self.workers = WorkerThreads()
@@ -379,7 +379,6 @@ class SiteTransport(CollectiveTransport, NodeMessages, NoStreams):
         self.ring = float(self.copies)
         self._local = local
         self._link = link
-        self._group = group
         # Two channels: a thread numbers the sums once the tensors of its site have come, in one order at all sites.
         self.hub = None if link is None else HubTransport(link, Traffic(), timeout)
         self.sums = None if link is None else HubTransport(link, Traffic(), timeout)

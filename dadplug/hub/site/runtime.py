@@ -258,7 +258,6 @@ class SiteRuntime:
 
     def open_transport(
         self,
-        group: dist.ProcessGroup,
         traffic: Traffic,
         timeout: float,
         requirements: Requirements | None,
@@ -267,17 +266,17 @@ class SiteRuntime:
         """Open a transport; see `dadplug.exchange.factory.open_transport`."""
         self._check_start(requirements)
         if requirements is None and self.nodes is not None:
-            return self._open_site_transport(traffic, timeout, group)
+            return self._open_site_transport(traffic, timeout)
         if requirements is None:
-            return HubTransport(self.link, traffic, timeout, group)
+            return HubTransport(self.link, traffic, timeout)
         if self.nodes is not None:
             self._check_united(for_trainer)
         hub, link = None, self._link
         if link is not None:
             link.rounds.rejoins &= not for_trainer  # it has to be started again to go on at another step
-            hub = ElasticTransport(link, traffic, timeout, requirements, group, for_trainer)
+            hub = ElasticTransport(link, traffic, timeout, requirements, for_trainer)
         if self._local is not None:
-            return self._unite(self._local, hub, traffic, timeout, group)
+            return self._unite(self._local, hub, traffic, timeout)
         assert hub is not None
         return hub
 
@@ -303,28 +302,25 @@ class SiteRuntime:
         hub: ElasticTransport | None,
         traffic: Traffic,
         timeout: float,
-        group: dist.ProcessGroup | None,
     ) -> LedTransport:
         """Let the processes of this site act as one."""
         self._may_leave, link = True, self._link
         try:
             inside = InsideTransport(local, link, traffic, timeout)
             sites = LedSites(self.kit.slot, self.kit.roster.sites, local) if hub is None else hub.sites
-            return LedTransport(inside, hub, sites, traffic, timeout, group)
+            return LedTransport(inside, hub, sites, traffic, timeout)
         except SiteError as error:
             if link is not None:
                 link.leave(str(error))
             raise
 
-    def _open_site_transport(
-        self, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None
-    ) -> SiteTransport:
+    def _open_site_transport(self, traffic: Traffic, timeout: float) -> SiteTransport:
         assert self.nodes is not None
         hub = None if self._link is None else HubSites(self._link)
         local = self._local
         sites = SiteMembers(self.kit.roster.sites, self.nodes, hub, None if local is None else local.processes)
         try:
-            return SiteTransport(local, self._link, sites, self.nodes, traffic, timeout, group)
+            return SiteTransport(local, self._link, sites, self.nodes, traffic, timeout)
         except SiteError as error:
             if self._link is not None:
                 self._link.leave(str(error))
@@ -351,7 +347,7 @@ def _connected() -> SiteRuntime:
 process_group.register(lambda ranks, rank, seconds: _connected().open_group(ranks, rank, seconds))
 register_network(
     lambda group: isinstance(group, Collectives),
-    lambda group, traffic, _, *options: _connected().open_transport(group, traffic, *options),
+    lambda traffic, _, *options: _connected().open_transport(traffic, *options),
     lambda group: _connected().elastic,
 )
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import DamagedError, MismatchError, SiteError
@@ -153,13 +152,11 @@ class HubRounds(Rounds):
 class CollectiveTransport(Transport):
     """Part of a transport over the hub: collectives that are made of gathers, where sites may be absent."""
 
-    _group: dist.ProcessGroup | None  # of the sites, if there is one
+    _no_group = "this connection to a hub has no process group: connect by dadplug.connect(kit=...)"
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise RuntimeError("this connection to a hub has no process group: connect by dadplug.connect(kit=...)")
-        return self._group
+    def has_all_to_all(self) -> bool:
+        return self.world_size <= MOST_RECEIVERS
 
     @abstractmethod
     def gather(
@@ -366,7 +363,6 @@ class HubTransport(CollectiveTransport, Streams):
         link: the link.
         traffic: the meter; it counts what this site sends to the hub.
         timeout: seconds after which a silent site counts as lost.
-        group: process group of the sites, if there is one.
         rounds: which sites take part; by default all of them.
     """
 
@@ -374,23 +370,11 @@ class HubTransport(CollectiveTransport, Streams):
     _gather: type[HubGather] = HubGather
     _all_to_all: type[HubAllToAll] = HubAllToAll
 
-    def __init__(
-        self,
-        link: HubLink,
-        traffic: Traffic,
-        timeout: float,
-        group: dist.ProcessGroup | None = None,
-        rounds: HubRounds | None = None,
-    ) -> None:
+    def __init__(self, link: HubLink, traffic: Traffic, timeout: float, rounds: HubRounds | None = None) -> None:
         cpu, rounds = torch.device("cpu"), HubRounds(link) if rounds is None else rounds
         super().__init__(HubSites(link), traffic, link.rank, cpu, timeout, rounds)
         self.link = link
         self.copies, self.ring = 1, 1.0  # the hub passes on what a site sends once
-        self._group = group
-
-    @property
-    def has_all_to_all(self) -> bool:
-        return self.world_size <= MOST_RECEIVERS
 
     def close(self) -> None:
         """Nothing: the link is the process's, and outlives this transport."""
