@@ -30,9 +30,8 @@ from ..errors import FrameError, KitError, ProxyError, RefusedError
 from ..exchange.handshake import Deadline, within
 from .pki.files import REVOKED, read_file
 from .pki.kits import RENEW, SOON_DAYS, Kit, certificate_end, current_time, days_left, revocation_list_end
-from .pki.proxies import Proxy, find_proxy
+from .pki.proxies import Proxy, find_proxy, open_tunnel
 from .secure import tls
-from .secure.proxy import open_tunnel
 from .secure.secure_socket import SecureSocket
 from .site.connection import introduce
 from .wire.messages import FRESH, VERSION, Head, Hello, Kind, Leave, frames, pack_control

@@ -24,9 +24,8 @@ from dadplug.errors import KitError, ProxyError, RefusedError
 from dadplug.hub import Policy, Project, check
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.pki.proxies import Proxy, find_proxy, is_exempt
+from dadplug.hub.pki.proxies import Proxy, connect, find_proxy, is_exempt
 from dadplug.hub.secure import tls
-from dadplug.hub.secure.proxy import connect
 from dadplug.hub.wire.messages import Kind
 
 

@@ -19,8 +19,7 @@ from ...support.logs import get_logger
 from ..pki.files import CA, CERTIFICATE, REVOKED, find_passphrase
 from ..pki.kits import AUTHORITY_SUFFIX, issuer_of
 from ..pki.project import HUB
-from ..pki.proxies import find_proxy
-from .proxy import connect
+from ..pki.proxies import connect, find_proxy
 from .secure_socket import SecureSocket
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None, turn:
         kit: the site's kit.
         timeout: seconds for the connection, and for each of the handshake and the hub's verdict.
         address: host and port; None for those of the kit.
-        turn: number of the attempt, see `dadplug.hub.secure.proxy.connect`.
+        turn: number of the attempt, see `dadplug.hub.pki.proxies.connect`.
 
     Returns:
         The encrypted connection.
