@@ -47,9 +47,8 @@ from ..wire.messages import (
     pack_control,
 )
 from ..wire.streams import return_seconds
-from .calls import check_calls
 from .connection import KERNEL_BYTES, HubConnection
-from .inbox import CHANNEL_BITS, MAX_EARLY_BYTES, Continuation, Inbox, Incoming
+from .inbox import CHANNEL_BITS, MAX_EARLY_BYTES, Continuation, Inbox, Incoming, check_calls
 from .rounds import RoundClient
 
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits

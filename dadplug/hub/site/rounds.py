@@ -17,10 +17,9 @@ from ...support.refusals import refuse
 from ...support.structs import MOST_MS
 from ..wire.messages import IDLE, Arrived, Close, Exclude, Head, Joined, Kind, Position, Receiving, RoundKind, SendState
 from ..wire.streams import ELASTIC_HUB_TIMEOUT
-from .calls import check_calls, mismatch
 from .donation import ANNOUNCED, PART_BYTES, StateRequests
 from .history import RoundHistory
-from .inbox import CALLS, Incoming
+from .inbox import CALLS, Incoming, check_calls, mismatch
 
 _REPORT_SECONDS, _REPORT_SHARE = 5.0, 0.02  # between reports on a state that arrives; and of the time so far
 _log = get_logger(__name__)

@@ -23,8 +23,7 @@ from ...exchange.traffic import Traffic
 from ...exchange.transport import AllToAll, Exchange, Gather, PendingSum, Streams, StreamToHub, Transport
 from ...exchange.wire import lasting
 from ..wire.messages import CODES, Kind, add_up
-from .calls import mismatch
-from .inbox import CHANNEL_BITS, Incoming
+from .inbox import CHANNEL_BITS, Incoming, mismatch
 from .link import HubLink
 from .tunnel import check_tunnel, tunnel_of
 
