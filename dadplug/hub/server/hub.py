@@ -313,8 +313,8 @@ class Hub:
     def _tick(self, now: float) -> None:
         if self._stopped is None:
             self.relay.tick(now, self.acceptor.dials)
-            self._service.hold(self.relay.awaits_all(now))
-            for session in self.relay.silent(now):
+            self._service.hold(self.relay.outage.awaits_all(now))
+            for session in self.relay.outage.silent(self.relay.run.rules.site_timeout, now):
                 self._lose(session, f"nothing has arrived for {now - session.heard:.0f} s", now)
         self.acceptor.tick(now, self.relay.trains)
         for event in self._service.events():
@@ -359,8 +359,8 @@ class Hub:
         self.journal.write("the kit has been read again")
         for problem in self.kit_problems:
             self._warn(f"the kit has changed, and a part of it is not used before it changes again: {problem}")
-        if new := kit.roster.sites[len(self.relay.roster) :]:
-            self.relay.extend(kit.roster.sites)
+        if new := kit.roster.sites[len(self.relay.runs.roster) :]:
+            self.relay.runs.extend(kit.roster.sites)
             self.journal.write(f"the roster has new sites: {', '.join(new)}")
         for session in list(self.relay.sessions.values()):
             if session.serial in kit.revoked:

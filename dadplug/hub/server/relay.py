@@ -1,12 +1,7 @@
 """Relay of the hub: passes frames on between the sessions of sites, and carries out what the membership decides.
 
-Without sockets. Frames go into the queues of sessions, which `dadplug.hub.server.hub` sends.
-
-**Runs.** Where all sites are required, the first one that leaves ends the run. Sites that connect for the next run wait
-until the other sites of the last one have left. A hub therefore serves any number of runs, one after the other.
-
-**Elastic runs.** The sites may require less, once a run has started; it then ends with the last site that leaves. Sites
-that connect meanwhile wait until a site has ended a round that admits others, and join in this round.
+Without sockets. Frames go into the queues of sessions, which `dadplug.hub.server.hub` sends. In which run a site takes
+part, `Runs` decides.
 
 **Outages.** Where no site at all can be heard, the fault may be the hub's own connection, and no site is given up. Once
 one is heard again, the others have the time to come back that sites need after such an outage, see `Outage`.
@@ -30,7 +25,6 @@ from ..wire.messages import (
     Close,
     Drop,
     Exclude,
-    Grow,
     Head,
     Hello,
     Join,
@@ -52,7 +46,8 @@ from ..wire.messages import (
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
 from .membership import Phase
-from .run import Outage, Recovery, Run
+from .run import Outage, Run
+from .runs import Runs
 from .session import (
     FULL_BYTES,
     HubStreams,
@@ -60,15 +55,12 @@ from .session import (
     Session,
     Sessions,
     check_hello,
-    check_release,
-    check_start,
     pass_payload,
     refuse_second,
 )
 from .store import Store
 
 GRACE = 5.0  # seconds
-_COPY = "copy the newest roster.json into"
 _SMALL_BYTES = 1024  # bytes of a frame that costs its head more than its body
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 _APART_SECONDS = 1.5  # between the last bytes of two sites whose links were cut together, at most
@@ -88,11 +80,10 @@ class Relay:
         sealed: whether the project's messages are sealed, so that members may refuse a site that joins.
 
     Attributes:
-        roster: names of all sites by slot; those that were added during a run take part in the next one.
         sealed: see above.
         journal: log of who comes and goes.
         sessions: sessions by channel and slot.
-        run: the run that goes on, or starts next, of the first sites of the roster.
+        runs: the runs, and the roster.
         crowded: whether some frames may not be read, since queues are full.
         outage: outage in which no site can be heard.
         status: the hub's status as of its last report, which sites may ask for.
@@ -110,24 +101,24 @@ class Relay:
         grace: float = GRACE,
         sealed: bool = False,
     ) -> None:
-        self.roster = tuple(names)
         self.sealed = sealed
         self.journal = journal
         self.sessions = Sessions()
-        self.run = Run(names, site_timeout, life, now, journal)
+        self.runs = Runs(names, site_timeout, life, now, self.sessions, journal, streams, self._end)
         self.crowded = False
-        self.outage = Outage()
+        self.outage = Outage(self.sessions)
         self.status: dict[str, Any] = {}
         self.spent: dict[int, Spent] = {}
-        self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
+        self._grace, self._streams = grace, streams
         # Messages to sites that have not opened the channel "parameters", by slot; None for those that have closed it.
         self._early: dict[int, SendQueue | None] = {}
         self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that may not connect again, and why
         self._store = Store()
-        self._recovery: Recovery | None = None  # of a run that began before the restart of the hub
-        # The last run that sites have completed: its rounds, and instances of the sites that were absent, by slot.
-        self._ended_after = 0
-        self._ended: dict[int, int] = {}
+
+    @property
+    def run(self) -> Run:
+        """The run that goes on, or starts next, of the first sites of the roster."""
+        return self.runs.run
 
     # Connections.
 
@@ -148,7 +139,7 @@ class Relay:
             TryAgainError: if it is refused, and may be accepted later.
         """
         check_hello(hello)
-        slot = self.roster.index(name)
+        slot = self.runs.roster.index(name)
         key = hello.channel, slot
         session = self.sessions.get(key)
         if session is not None and session.instance == hello.instance:
@@ -166,74 +157,19 @@ class Relay:
         gone = self._gone.get(key)
         if gone is not None and gone[0] == hello.instance:
             raise RefusedError(f"the hub has given this site up: {gone[1]}")
-        missed = self._ended.get(slot)
-        if hello.channel == "training" and missed == hello.instance and hello.position.step < self._ended_after:
-            raise RefusedError(self._missed)
-        session = Session(slot, name, hello, serial, len(self.roster), now)
+        self.runs.check_missed(slot, hello)
+        session = Session(slot, name, hello, serial, len(self.runs.roster), now)
         if hello.channel == "training":
-            self._fit(session, now)
+            self.runs.fit(session, now)
         self.sessions[key] = session
         if hello.channel == "parameters" and (kept := self._early.pop(slot, None)) is not None:
             session.queue = kept
         if session.waits:
-            self._announce_wait(session)
+            self.runs.announce_wait(session)
         elif hello.channel == "training":
             self.journal.write(f"{name} has joined")
             self._act(self.run.membership.dial(slot, now), now)
         return session, self._welcome(False, 0)
-
-    @property
-    def _missed(self) -> str:
-        """Reason why a site that was absent at the end of the last run does not go on."""
-        what = f"other sites have completed the run while this site was away, with {self._ended_after} rounds"
-        return f"{what}: its weights are not the result; take those of another site"
-
-    def _fit(self, session: Session, now: float) -> None:
-        """Find out in which run a new session of training takes part, and whether it waits for it.
-
-        Raises:
-            RefusedError: if it can take part in none.
-        """
-        self._fit_roster(session, now)
-        membership = self.run.membership
-        if session.recovers and (self.run.ending or (membership.started and not self.run.elastic)):
-            raise RefusedError("the other sites have begun another run")
-        if session.recovers and not membership.started and self._recovery is None:
-            self._replace_run(len(self.run.names), now)
-            self._recovery = Recovery(self.run, self.sessions, self.journal, now)
-        later = session.sites != len(self.run.names)
-        session.waits = later or self._recovery is not None or membership.started
-        self._fit_start(session)
-        # Sites that start together compare their versions themselves.
-        if session.waits and not session.recovers and not self.run.ending:
-            check_release(session, self.sessions.training)
-
-    def _is_later(self, session: Session) -> bool:
-        """Return whether a session of training waits for the next run."""
-        return session.waits and (self.run.ending or session.sites != len(self.run.names))
-
-    def _fit_start(self, session: Session) -> None:
-        """Take when a new session lets its run start; raise RefusedError if other sites of the run state otherwise."""
-        later = self._is_later(session)
-        peers = [each for each in self.sessions.of("training") if self._is_later(each) == later]
-        check_start(session, peers)
-        if not (later or peers or self.run.membership.started):
-            self.run.membership.start = session.start
-
-    def _announce_wait(self, session: Session) -> None:
-        """Tell a site that it is to join, or to wait for the next run; it knows that by itself during a recovery."""
-        self._extend_session(session)
-        later = session.sites != len(self.run.names)
-        if self._recovery is not None and not later:
-            return
-        if not self.run.ending and not later:
-            self.journal.write(f"{session.name} is connected; it joins at the next step")
-            session.send(pack_control(Accept(session.slot, None, True), 0))
-            return
-        others = tuple(sorted(each.slot for each in self.sessions.training))
-        names = ", ".join(self.run.names[slot] for slot in others)
-        self.journal.write(f"{session.name} is connected for the next run: waiting for {names} to leave the last one")
-        session.send(pack_control(Pause(others, f"waiting for {names} to leave the last run"), 0))
 
     def _welcome(self, resumed: bool, received: int) -> Welcome:
         rules = self.run.rules
@@ -287,15 +223,15 @@ class Relay:
         for slot, reason in self.run.given_up():
             self.drop(self.sessions["training", slot], reason, now)
         self._recover(now)
-        if not self.awaits_all(now):  # else no site is late
+        if not self.outage.awaits_all(now):  # else no site is late
             self._act(self.run.membership.tick(now), now)
 
     def _observe_outage(self, now: float) -> None:
-        sessions = [each for each in self.sessions.values() if each.channel != "check"]  # which may be of this machine
+        sessions = self.outage.sessions
         for session in sessions:
             if session.stream is not None and not self.readable(session):
                 session.heard = now
-        text, wait = self.outage.observe(sessions, self.run.rules.site_timeout, now)
+        text, wait = self.outage.observe(self.run.rules.site_timeout, now)
         if text:
             self.journal.write(text, "warning")
         for session in sessions if wait else ():
@@ -303,22 +239,10 @@ class Relay:
         for slot in self.run.membership.participants if wait else ():
             self.run.membership.sites[slot].progressed = now
 
-    def awaits_all(self, now: float) -> bool:
-        """Return whether no site can be heard, or some have not come back since then."""
-        back = any(each.stream is None and now < each.excused for each in self.sessions.values())
-        return back or self.outage.since is not None
-
     @property
     def trains(self) -> bool:
         """Whether members train and none has lost its connection, so that no site waits for a handshake."""
         return self.run.membership.started and all(each.stream is not None for each in self.sessions.values())
-
-    def silent(self, now: float) -> list[Session]:
-        """Return the sessions whose connections are of no use any more, in an outage in which no site is given up."""
-        if self.outage.since is None:
-            return []
-        silence = self.run.rules.site_timeout
-        return [each for each in self.sessions.values() if each.stream is not None and now >= each.heard + silence]
 
     def _tick_session(self, session: Session, now: float, dials: bool) -> None:
         if session.queue.acknowledged != session.reached:
@@ -388,7 +312,7 @@ class Relay:
         Returns:
             Whether they do.
         """
-        if not (self.run.may_grow or (self._recovery is not None and self._recovery.may_be_elastic)):
+        if not (self.run.may_grow or (self.runs.recovery is not None and self.runs.recovery.may_be_elastic)):
             return False
         pause = pack_control(Pause((), f"{reason}; waiting for it to be started again"), 0)
         for session in self.sessions.of("training"):
@@ -413,7 +337,7 @@ class Relay:
             if kept is not None:
                 kept.append(frame)
                 if kept.nbytes > FULL_BYTES:
-                    name = self.roster[head.slot]
+                    name = self.runs.roster[head.slot]
                     raise FrameError(f"{name} has not opened the channel that {kept.nbytes} bytes wait for")
 
     def _end(self, session: Session, reason: str, now: float, step: int = 0, may_return: bool = False) -> None:
@@ -468,8 +392,8 @@ class Relay:
     def _take_training(self, session: Session, frame: Received, now: float) -> None:
         head, body, packed = frame
         run = self.run
-        if self._recovery is not None:
-            self._recovery.take(session, head, packed)
+        if self.runs.recovery is not None:
+            self.runs.recovery.take(session, head, packed)
             self._recover(now)
             return
         site, closed = run.membership.sites[session.slot], head.step < run.membership.open_step
@@ -529,15 +453,8 @@ class Relay:
                 self.sessions.announce(KeyMessage(session.slot, session.offer))
             self._act(self.run.membership.dial(session.slot, now), now)
 
-    def _pass_arrived(self, session: Session, message: Arrived) -> None:
-        """Pass a report on a part of a state on to the donor."""
-        donor = self.sessions.get(("training", message.slot))
-        if donor is not None and not donor.waits and message.number in session.requests:
-            session.report_part()
-            donor.send(pack_control(Arrived(session.slot, message.number, message.part), 0))
-
     def _take_control(self, session: Session, body: bytes, now: float) -> None:
-        message = read_control(body, len(self.roster))
+        message = read_control(body, len(self.runs.roster))
         trains = session.channel == "training"
         match message:
             case Leave():
@@ -548,19 +465,19 @@ class Relay:
                 self.run.contributions[session.slot] = message
             case Outsized() if trains:
                 self.run.outsized[message.slot] = message
-                self.journal.write(f"{self.roster[message.slot]}: {message}")
+                self.journal.write(f"{self.runs.roster[message.slot]}: {message}")
             case RunReport() if trains:
-                if self._recovery is not None:
-                    self._recovery.report(session, message)
+                if self.runs.recovery is not None:
+                    self.runs.recovery.report(session, message)
                     self._recover(now)
             case Requirements(provisional=False) if trains:
                 session.ready = True
                 if self.run.membership.started:
                     self.run.require(message)
-                    self._grow_for_waiting()
+                    self.runs.grow_for_waiting()
                     self._admit(now)
-                elif self._recovery is not None:
-                    self._recovery.require(session, message)
+                elif self.runs.recovery is not None:
+                    self.runs.recovery.require(session, message)
             case KeyMessage() if trains:
                 self._pass_key(session, message)
             case Exclude() if trains:
@@ -570,7 +487,10 @@ class Relay:
                 if message.received == message.nbytes and not session.waits:
                     self.run.membership.sites[session.slot].receive(now, complete=True)
             case Arrived() if trains and not session.waits:
-                self._pass_arrived(session, message)
+                donor = self.sessions.get(("training", message.slot))
+                if donor is not None and not donor.waits and message.number in session.requests:
+                    session.report_part()
+                    donor.send(pack_control(Arrived(session.slot, message.number, message.part), 0))
             case Joined() if trains and not session.waits:
                 self._act(self.run.membership.joined(session.slot, message.position, now), now)
             case _:
@@ -628,8 +548,9 @@ class Relay:
                         self.sessions["training", action.slot].send(pack_control(message, 0))
                     continue
                 case SendState():
-                    self._ask_for_state(action)
-                    continue
+                    joiner, donor = self.sessions["training", action.joiner], self.runs.roster[action.donor]
+                    joiner.requests.add(action.number)
+                    self.journal.write(f"{donor} is asked for its state, for {joiner.name}")
                 case Skip():
                     continue
                 case Drop():
@@ -655,13 +576,6 @@ class Relay:
         if self.run.ending and not self.sessions.training:
             self._begin_run(now)
 
-    def _ask_for_state(self, request: SendState) -> None:
-        """Announce which member is to send its state to a site that joins."""
-        joiner = self.sessions["training", request.joiner]
-        joiner.requests.add(request.number)
-        self.journal.write(f"{self.roster[request.donor]} is asked for its state, for {joiner.name}")
-        self.sessions.announce(request)
-
     def _end_training(self, action: Drop, now: float) -> None:
         """End the session of a site that takes no part any more; where the run is elastic, it may join again."""
         run = self.run
@@ -674,10 +588,10 @@ class Relay:
 
     def _recover(self, now: float) -> None:
         """Get on with the recovery of a run that began before the restart of the hub, and act on its end."""
-        outcome = self._recovery.advance(now) if self._recovery is not None else None
+        outcome = self.runs.recovery.advance(now) if self.runs.recovery is not None else None
         if outcome is None:
             return
-        self._recovery, self.run.pause = None, ""
+        self.runs.recovery, self.run.pause = None, ""
         if outcome.failure:
             self.journal.write(f"the run that began before the restart ends: {outcome.failure}")
             for session in self.sessions.of("training"):
@@ -694,21 +608,13 @@ class Relay:
         self._act(self.run.membership.go_on(outcome.step, outcome.slots, now), now)
         for session in self.sessions.of("training"):
             if session.waits:
-                self._announce_wait(session)
+                self.runs.announce_wait(session)
 
     # Runs.
 
     def _begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
-        for slot, contribution in sorted(self.run.contributions.items()):
-            self.journal.write(f"{self.roster[slot]} has contributed {contribution}")
-        if self.run.completed:
-            self._ended_after, self._ended = self.run.completed, self.run.absent
-        for session in self.sessions.of("training"):
-            if self._ended.get(session.slot) == session.instance:  # it has waited to join the run that is over
-                self._end(session, self._missed, now)
-        waiting = [each.sites for each in self.sessions.of("training")]
-        self._replace_run(max(waiting, default=len(self.run.names)), now)
+        self.runs.begin_next(now)
         self._early.clear()
         self._store = Store()
         for number, session in enumerate(self.sessions.of("training")):
@@ -719,81 +625,3 @@ class Relay:
                 continue
             self.journal.write(f"{session.name} has joined")
             self._act(self.run.membership.dial(session.slot, now), now)
-
-    def _replace_run(self, size: int, now: float) -> None:
-        """Make the next run one of the first sites of the roster, and end the sessions of sites that lack some."""
-        before, names = len(self.run.names), self.roster[:size]
-        if size != before:
-            new = ", ".join(names[before:])
-            for session in self.sessions.of("training"):
-                if session.sites < size:
-                    reason = f"the project has new sites, {new}: {_COPY} this site's kit, and start it again"
-                    self._end(session, reason, now)
-                session.waits |= session.sites > size
-            self._streams.service.begin(names)
-        self.run = Run(names, self._site_timeout, self.run.membership.life + 1, now, self.journal)
-
-    def extend(self, names: Sequence[str]) -> None:
-        """Take a roster with further sites. A run that has begun goes on without them, and they take part in the next.
-
-        Args:
-            names: names of all sites by slot; those that are known keep theirs.
-        """
-        self.roster = tuple(names)
-        for session in self.sessions.values():
-            session.world_size = len(names)
-
-    def _grow(self, size: int) -> None:
-        """Make the run one of more sites of the roster. Those that take part, or wait to, are told; see `Grow`."""
-        new = ", ".join(self.roster[len(self.run.names) : size])
-        self.run.grow(self.roster[:size])
-        self.journal.write(f"the run grows: it is one of {size} sites now, with {new}")
-        for session in self.sessions.of("training"):
-            self._extend_session(session)
-
-    def _extend_session(self, session: Session) -> None:
-        """Announce all sites of the run to one that knows fewer."""
-        names = self.run.names
-        if session.sites < len(names) and self.run.may_grow:
-            session.sites = len(names)
-            session.send(pack_control(Grow(self.run.membership.open_step, names), 0))
-
-    def _grow_for_waiting(self) -> None:
-        """Let sites that are new in the roster join, which have connected before the run was known to be elastic."""
-        waiting = [each for each in self.sessions.values() if each.waits and each.sites > len(self.run.names)]
-        if waiting and self.run.may_grow:
-            self._grow(max(each.sites for each in waiting))
-            for session in waiting:
-                self._announce_wait(session)
-
-    def _fit_roster(self, session: Session, now: float) -> None:
-        """Fit the next run to the roster of a site that connects.
-
-        The newest roster counts for a run that has not started. One that has started keeps its sites, unless it goes
-        on without some of them: it then grows.
-
-        Raises:
-            RefusedError: if the site cannot take part.
-        """
-        size, run = len(self.run.names), self.run
-        session.sites = session.sites or size
-        if session.sites > len(self.roster):
-            raise RefusedError(
-                f"this site's roster has {session.sites} sites, and the hub's {len(self.roster)}: {_COPY} the hub's kit"
-            )
-        if session.sites <= session.slot:
-            raise RefusedError(f"this site's roster has {session.sites} sites, and it is itself site {session.slot}")
-        free = not run.membership.started and self._recovery is None
-        if free and (session.sites > size or not self.sessions.of("training") or session.recovers):
-            if session.sites != size:
-                self._replace_run(session.sites, now)
-        elif session.recovers and self._recovery is not None and session.sites != size:
-            raise RefusedError(
-                f"it knows {session.sites} sites, and those that go on with the run {size}: start it again"
-            )
-        elif run.may_grow:
-            if session.sites > size:
-                self._grow(session.sites)
-        elif session.sites < size:
-            new = ", ".join(run.names[session.sites :])
-            raise RefusedError(f"the roster of this site's kit lacks {new}: {_COPY} this site's kit")

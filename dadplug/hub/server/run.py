@@ -456,12 +456,21 @@ _UNHEARD_SECONDS = 3.0  # without a byte, after which a site cannot be heard; si
 class Outage:
     """Outage in which no site can be heard.
 
+    Args:
+        sessions: all sessions.
+
     Attributes:
         since: time at which a site was heard last; None while one can be heard.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
         self.since: float | None = None
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The sessions that count; not those of checks, which may be of this machine."""
+        return [each for each in self._sessions.values() if each.channel != "check"]
 
     def state(self, now: float) -> str:
         """Return for how long no site has been heard, in words; empty while one can be heard."""
@@ -469,11 +478,25 @@ class Outage:
             return ""
         return f"no site has been heard for {span(now - self.since)}: the connection of this hub may be lost"
 
-    def observe(self, sessions: Sequence[Session], site_timeout: float, now: float) -> tuple[str, float]:
+    def awaits_all(self, now: float) -> bool:
+        """Return whether no site can be heard, or some have not come back since then."""
+        back = any(each.stream is None and now < each.excused for each in self._sessions.values())
+        return back or self.since is not None
+
+    def silent(self, site_timeout: float, now: float) -> list[Session]:
+        """Return the sessions whose connections are of no use any more, in an outage in which no site is given up.
+
+        Args:
+            site_timeout: seconds of silence after which a site counts as lost.
+            now: the time, in seconds.
+        """
+        connected = [each for each in self._sessions.values() if each.stream is not None]
+        return [each for each in connected if self.since is not None and now >= each.heard + site_timeout]
+
+    def observe(self, site_timeout: float, now: float) -> tuple[str, float]:
         """Find out whether an outage begins or ends.
 
         Args:
-            sessions: all sessions.
             site_timeout: seconds of silence after which a site counts as lost.
             now: the time, in seconds.
 
@@ -481,6 +504,7 @@ class Outage:
             Text for the journal, empty if nothing has changed; and the seconds that sites have to come back at the end
             of an outage, else 0.
         """
+        sessions = self.sessions
         silence = min(_UNHEARD_SECONDS, site_timeout)
         heard = any(each.stream is not None and now < each.heard + silence for each in sessions)
         if heard or not sessions:

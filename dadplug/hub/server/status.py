@@ -223,7 +223,7 @@ class Meter:
             now: the time, in seconds.
         """
         if now >= self._since + _RATE_SECONDS:
-            sums = [[0, 0] for _ in relay.roster]
+            sums = [[0, 0] for _ in relay.runs.roster]
             for session in relay.sessions.values():
                 received, sent = self._before.get(id(session), (0, 0))
                 sums[session.slot][0] += max(0, session.bytes_in - received)
@@ -233,8 +233,8 @@ class Meter:
             before = self.totals + [(0, 0)] * (len(sums) - len(self.totals))
             self.totals = [(ups + up, downs + down) for (ups, downs), (up, down) in zip(before, sums)]
             self._before = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
-        self.totals += [(0, 0)] * (len(relay.roster) - len(self.totals))  # sites may have been added since
-        return self._rates + [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
+        self.totals += [(0, 0)] * (len(relay.runs.roster) - len(self.totals))  # sites may have been added since
+        return self._rates + [(0.0, 0.0)] * (len(relay.runs.roster) - len(self._rates))
 
 
 def late_sites(relay: Relay, now: float) -> dict[int, float]:
@@ -264,7 +264,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
     relay, kit = hub.relay, hub.kit
     rates, late = meter.rates(relay, now), late_sites(relay, now)
     sites, waiting = [], relay.outage.state(now) or relay.run.pause
-    for slot, name in enumerate(relay.roster):
+    for slot, name in enumerate(relay.runs.roster):
         session, state = relay.sessions.get(("training", slot)), _state(relay, slot)
         receives = session.receiving if session and state == Phase.JOINING.value else None
         spent = relay.spent.get(slot)
