@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -302,12 +302,9 @@ def is_issued_by(certificate: Certificate, authority: Certificate) -> bool:
     return True
 
 
-def dates(certificates: Iterable[Certificate]) -> str:
-    """Return the validity that certificates have in common, as a text."""
-    found = list(certificates)
-    begin = max(each.not_valid_before_utc for each in found)
-    end = min(each.not_valid_after_utc for each in found)
-    return f"{begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC"
+def dates(certificate: Certificate) -> str:
+    """Return the validity of a certificate, as a text."""
+    return f"{certificate.not_valid_before_utc:%Y-%m-%d %H:%M} to {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
 
 
 def current_time() -> datetime:
@@ -430,7 +427,7 @@ class Kit:
             if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
                 kind = "certificate" if certificate is self.certificate else "certificate authority"
                 raise KitError(
-                    f"the {kind} of {self.folder} is valid from {dates([certificate])}; this machine's clock says "
+                    f"the {kind} of {self.folder} is valid from {dates(certificate)}; this machine's clock says "
                     f"{now:%Y-%m-%d %H:%M} UTC"
                 )
         if self.certificate.serial_number in self.revoked:

@@ -158,7 +158,7 @@ class Offers:
             raise KitError("its certificate is not that of a site")
         if not certificate.not_valid_before_utc <= self._now <= certificate.not_valid_after_utc:
             clock = f"{self._now:%Y-%m-%d %H:%M} UTC"
-            raise KitError(f"its certificate is valid from {dates([certificate])}; this machine's clock says {clock}")
+            raise KitError(f"its certificate is valid from {dates(certificate)}; this machine's clock says {clock}")
         if certificate.serial_number in kit.revoked:
             raise KitError("its certificate has been revoked")
 
