@@ -387,7 +387,7 @@ class RoundClient:
             timeout: the timeout.
             failure: text of the error where all have sent theirs.
         """
-        if self._waits_until(over, timeout):
+        if self._wait_until(over, timeout):
             return
         gone, name = self._link.gone, self._link.name
         silent = {each.key[1] for each in incoming if not (each.done or each.spoilt or each.key[1] in gone)}
@@ -398,13 +398,14 @@ class RoundClient:
             self.accuse(slot, f"it {what}")
         self._wait_until(over, timeout, f"{', '.join(map(name, sorted(silent)))} {what}")
 
-    def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
-        """Wait as `_waits_until`; raise SiteError, with a text, if the condition does not hold in time."""
-        if not self._waits_until(over, timeout, dropped):
-            raise SiteError(failure)
-
-    def _waits_until(self, over: Callable[[], bool], timeout: float, dropped: bool = False) -> bool:
+    def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str = "", dropped: bool = False) -> bool:
         """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been.
+
+        Args:
+            over: the condition.
+            timeout: seconds without a frame after which the wait ends.
+            failure: text of the error if the condition does not hold in time; empty to return that.
+            dropped: whether it is known that this site has been dropped.
 
         Returns:
             Whether it holds.
@@ -421,7 +422,12 @@ class RoundClient:
                 raise DroppedError(f"the hub has dropped this site: {self.dropped}")
             return 1
 
-        return bool(self._link.converse(left, timeout, any_frame=True))  # large frames take long over a slow connection
+        holds: bool = self._link.converse(
+            left, timeout, any_frame=True
+        )  # large frames take long over a slow connection
+        if failure and not holds:
+            raise SiteError(failure)
+        return holds
 
     # State of a site that joins
 
