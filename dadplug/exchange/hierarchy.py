@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -264,11 +264,45 @@ class _Lost(Exception):
         self.peer = peer
 
 
+Messages = TypeVar("Messages", bound=NodeMessages)
+
+
+class Forwarding(Generic[Messages]):
+    """Messages of one exchange that worker threads pass on inside a node: what is sent, and the jobs that receive.
+
+    Args:
+        transport: the transport.
+        tag: first of its tags.
+    """
+
+    def __init__(self, transport: Messages, tag: int) -> None:
+        self._transport = transport
+        self._tag = tag
+        self._sends: list[tuple[Work, int]] = []
+        self._jobs: list[Job] = []
+
+    def _receive_all(self, places: Iterable[Tensor], ranks: Iterable[int], tag: int) -> list[tuple[Work, int]]:
+        """Start to receive a tensor from each of some ranks."""
+        pairs = zip(places, ranks, strict=True)
+        return [work for place, rank in pairs for work in self._transport.receive(place, rank, tag)]
+
+    def finish(self) -> None:
+        """Wait until all has been received and sent.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+        """
+        for job in self._jobs:
+            self._transport.wait_for(job)
+        self._jobs.clear()
+        self._transport.wait_all(self._sends)
+
+
 NodeMessage = tuple[list[int], Tensor]
 """Integers, and a flat tensor of values."""
 
 
-class NodeGather:
+class NodeGather(Forwarding[NodeMessages]):
     """Messages of varying length from the processes of a node to their owner, step after step.
 
     Args:
@@ -288,8 +322,7 @@ class NodeGather:
         dtype: torch.dtype,
         values: Callable[[Sequence[int]], int | None],
     ) -> None:
-        self._transport = transport
-        self._tag = transport.tags(2)
+        super().__init__(transport, transport.tags(2))
         self._integers = integers
         self._dtype = dtype
         self._values = values
@@ -298,22 +331,16 @@ class NodeGather:
         self._owner = nodes.own[owner]
         self._headers: list[Tensor] = []
         self._bodies: list[Tensor] = []
-        self._job: Job | None = None
-        self._sends: list[tuple[Work, int]] = []
 
     def post(self) -> None:
         """Prepare to receive, at the owner; do nothing when called again before `wait`."""
-        if not self.is_owner or self._job is not None:
+        if not self.is_owner or self._jobs:
             return
         transport = self._transport
         peers = transport.nodes.peers
         self._headers = [torch.zeros(1 + self._integers, dtype=torch.int64) for _ in peers]
-        arriving = [
-            work
-            for header, peer in zip(self._headers, peers, strict=True)
-            for work in transport.receive(header, peer, self._tag)
-        ]
-        self._job = transport.workers.submit(("up", lambda: self._receive(arriving)))
+        arriving = self._receive_all(self._headers, peers, self._tag)
+        self._jobs = [transport.workers.submit(("up", lambda: self._receive(arriving)))]
 
     def _receive(self, arriving: list[tuple[Work, int]]) -> None:
         transport = self._transport
@@ -356,7 +383,7 @@ class NodeGather:
     @property
     def over(self) -> bool:
         """Whether all messages have arrived, at the owner; true for the other processes, which receive none."""
-        return not self.is_owner or (self._job is not None and self._job.done())
+        return not self.is_owner or (bool(self._jobs) and self._jobs[0].done())
 
     def wait(self) -> list[NodeMessage]:
         """Wait for the messages.
@@ -369,10 +396,7 @@ class NodeGather:
             MismatchError: if a site announces a message of another size than its integers give.
         """
         self.post()
-        if self._job is not None:
-            self._transport.wait_for(self._job)
-            self._job = None
-        self._transport.wait_all(self._sends)
+        self.finish()
         return [(header[1:].tolist(), body) for header, body in zip(self._headers, self._bodies, strict=True)]
 
 
@@ -415,7 +439,7 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
         return _HierarchicalGather(self, sizes, dtype, self.tags(self.world_size))
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
-        return _HierarchicalReduction(self, tensor.view(-1), self.tags(4))
+        return PendingSum(_HierarchicalReduction(self, tensor.view(-1), self.tags(4)).finish)
 
     def tags(self, count: int) -> int:
         self._open_sockets()
@@ -425,20 +449,17 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
         return self.start(bytes_of(tensor), rank, tag, sends)
 
 
-class _HierarchicalGather(Gather):
+class _HierarchicalGather(Forwarding[HierarchicalTransport], Gather):
     """Gather that sends each payload to every other node once, and forwards payloads of other nodes inside."""
 
     def __init__(self, transport: HierarchicalTransport, sizes: Sequence[int], dtype: torch.dtype, tag: int) -> None:
-        self._transport = transport
-        self._tag = tag
+        super().__init__(transport, tag)
         nodes = transport.nodes
         self._payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
         self.payload = self._payloads[transport.rank]
         remote = [rank for rank in range(transport.world_size) if rank not in nodes.own]
         self._forwarded = [rank for rank in remote if nodes.receiver(rank) == transport.rank]
         self._relayed = [(rank, nodes.receiver(rank)) for rank in remote if rank not in self._forwarded]
-        self._sends: list[tuple[Work, int]] = []
-        self._jobs: list[Job] = []
 
     def post(self) -> None:
         if self._jobs:
@@ -475,23 +496,17 @@ class _HierarchicalGather(Gather):
             self._sends += self._transport.send(self.payload, rank, self._tag + self._transport.rank)
 
     def wait(self) -> list[Tensor]:
-        transport = self._transport
-        for job in self._jobs:
-            transport.wait_for(job)
-        self._jobs.clear()
-        transport.wait_all(self._sends)
+        self.finish()
         return self._payloads
 
 
-class _HierarchicalReduction(PendingSum):
+class _HierarchicalReduction(Forwarding[HierarchicalTransport]):
     """Sum in four hops: to the part's owner inside the node, to the piece's owner between nodes, and back."""
 
     def __init__(self, transport: HierarchicalTransport, flat: Tensor, tag: int) -> None:
-        self._transport = transport
-        self._tag = tag
+        super().__init__(transport, tag)
         nodes = transport.nodes
         parts = flat.tensor_split(nodes.owners)
-        self._sends: list[tuple[Work, int]] = []
         self._receives: list[tuple[Work, int]] = []
         steps: list[tuple[str, Callable[[], None]]] = []
         if nodes.index < nodes.owners:
@@ -505,11 +520,8 @@ class _HierarchicalReduction(PendingSum):
                 owner = nodes.own[index]
                 self._receives += transport.receive(part, owner, tag + 3)
                 self._sends += transport.send(part, owner, tag)
-        self._job = transport.workers.submit(*steps, ("back", lambda: transport.arrive(self._receives, sums=True)))
-
-    def _receive_all(self, places: Sequence[Tensor], ranks: Sequence[int], tag: int) -> list[tuple[Work, int]]:
-        pairs = zip(places, ranks, strict=True)
-        return [work for place, rank in pairs for work in self._transport.receive(place, rank, tag)]
+        back = "back", lambda: transport.arrive(self._receives, sums=True)
+        self._jobs = [transport.workers.submit(*steps, back)]
 
     def _sum_inside(self) -> None:
         transport, nodes = self._transport, self._transport.nodes
@@ -542,7 +554,3 @@ class _HierarchicalReduction(PendingSum):
         """Return the pieces of the other nodes."""
         node = self._transport.nodes.node
         return [piece for number, piece in enumerate(self._pieces) if number != node]
-
-    def wait(self) -> None:
-        self._transport.wait_for(self._job)
-        self._transport.wait_all(self._sends)

@@ -28,7 +28,7 @@ from ...errors import MismatchError, SiteError
 from ...exchange import codec
 from ...exchange.group_transport import Work
 from ...exchange.handshake import within
-from ...exchange.hierarchy import Job, NodeMessages, WorkerThreads
+from ...exchange.hierarchy import Forwarding, Job, NodeMessages, WorkerThreads
 from ...exchange.rendezvous import meet
 from ...exchange.rounds import Rounds
 from ...exchange.status import Member, PeerNames, ProcessSites, Silence, own_member, watch_exit
@@ -465,13 +465,13 @@ class SiteTransport(CollectiveTransport, NodeMessages, NoStreams):
             assert self.sums is not None
             self.traffic.add(tensor.numel() * tensor.element_size())
             return self.sums.all_reduce(tensor)
-        return _SiteSum(self, tensor.view(-1), self.tags(2))
+        return PendingSum(_SiteSum(self, tensor.view(-1), self.tags(2)).finish)
 
     def prefers_gather(self, nbytes: int) -> bool:
         return (self.world_size - 1) * nbytes <= _PACKET_BYTES
 
 
-class SiteGather(SitesGather):
+class SiteGather(Forwarding[SiteTransport], SitesGather):
     """Gather of payloads of all processes: those of a site travel over the hub as one.
 
     Args:
@@ -488,9 +488,8 @@ class SiteGather(SitesGather):
     def __init__(
         self, transport: SiteTransport, over_hub: HubGather | None, sizes: Sequence[int], dtype: torch.dtype, tag: int
     ) -> None:
+        super().__init__(transport, tag)
         self.over_hub = over_hub
-        self._transport = transport
-        self._tag = tag
         members, own = transport.nodes.members, transport.nodes.node
         totals = [sum(sizes[rank] for rank in ranks) for ranks in members]
         flats = [torch.zeros(total, dtype=dtype) for total in totals] if over_hub is None else over_hub.payloads
@@ -502,8 +501,6 @@ class SiteGather(SitesGather):
         self._own_bytes = totals[own] * flats[own].element_size()
         self.payload = self._payloads[transport.rank]
         self._arriving: list[tuple[Work, int]] | None = None
-        self._sends: list[tuple[Work, int]] = []
-        self._job: Job | None = None
 
     def post(self) -> None:
         if self._arriving is not None:
@@ -532,7 +529,7 @@ class SiteGather(SitesGather):
         steps: list[tuple[str, Callable[[], None]]] = [("up", lambda: transport.arrive(arriving))]
         if over_hub is not None:
             steps = [("up", partial(self._pass_up, over_hub, arriving)), ("down", partial(self._pass_down, over_hub))]
-        self._job = transport.workers.submit(*steps)
+        self._jobs = [transport.workers.submit(*steps)]
 
     def _pass_up(self, over_hub: HubGather, arriving: Sequence[tuple[Work, int]]) -> None:
         self._transport.arrive(arriving)
@@ -546,40 +543,31 @@ class SiteGather(SitesGather):
                 self._sends += transport.send(flat, peer, self._tag + first)
 
     def wait(self) -> list[Tensor]:
-        transport = self._transport
-        if self._job is not None:
-            transport.wait_for(self._job)
-            self._job = None
-        elif self._arriving is not None and self.over_hub is not None:
-            with transport.traffic.waiting():
+        if not self._jobs and self._arriving is not None and self.over_hub is not None:
+            with self._transport.traffic.waiting():
                 self.over_hub.wait()
-        transport.wait_all(self._sends)
+        self.finish()
         self._arriving = None
         return self._payloads
 
 
-class _SiteSum(PendingSum):
+class _SiteSum(Forwarding[SiteTransport]):
     """Sum over all processes, of a site with several."""
 
     def __init__(self, transport: SiteTransport, flat: Tensor, tag: int) -> None:
-        self._transport = transport
-        self._tag = tag
+        super().__init__(transport, tag)
         self._flat = flat
         self._sum: PendingSum | None = None
-        self._sends: list[tuple[Work, int]] = []
         peers, leader = transport.nodes.peers, transport.leader
         if transport.sums is None:
             arriving = transport.receive(flat, leader, tag + 1)
             self._sends += transport.send(flat, leader, tag)
-            self._job = transport.workers.submit(("back", lambda: transport.arrive(arriving, sums=True)))
+            self._jobs = [transport.workers.submit(("back", lambda: transport.arrive(arriving, sums=True)))]
             return
         transport.traffic.add(flat.numel() * flat.element_size())
         addends = [torch.empty_like(flat) for _ in peers]
-        received = [
-            work for room, peer in zip(addends, peers, strict=True) for work in transport.receive(room, peer, tag)
-        ]
-        add = partial(self._add, transport.sums, addends, received)
-        self._job = transport.workers.submit(("up", add), ("down", self._send_result))
+        add = partial(self._add, transport.sums, addends, self._receive_all(addends, peers, tag))
+        self._jobs = [transport.workers.submit(("up", add), ("down", self._send_result))]
 
     def _add(self, sums: HubTransport, addends: Sequence[Tensor], received: Sequence[tuple[Work, int]]) -> None:
         self._transport.arrive(received)
@@ -594,7 +582,3 @@ class _SiteSum(PendingSum):
         self._sum.wait()
         for peer in transport.nodes.peers:
             self._sends += transport.send(self._flat, peer, self._tag + 1)
-
-    def wait(self) -> None:
-        self._transport.wait_for(self._job)
-        self._transport.wait_all(self._sends)
