@@ -181,8 +181,10 @@ class ElasticExchange(HubExchange):
 
     _transport: ElasticTransport
     _round = 0
+    missing: Set[int] = frozenset()
 
     def launch(self) -> None:
+        self.missing = set()
         self._round = self._transport.link.step
         self._transport.rounds.launched.append(self)
         if self._transport.rounds.silent:
@@ -212,10 +214,6 @@ class ElasticExchange(HubExchange):
 
 class ElasticGather(ElasticExchange, HubGather):
     """Gather of payloads, in which those of absent sites are zeros."""
-
-    def launch(self) -> None:
-        self.missing = set()
-        super().launch()
 
     def wait(self) -> list[Tensor]:
         transport = self._transport
@@ -274,19 +272,13 @@ class ElasticAllToAll(ElasticExchange, HubAllToAll):
     present has not sent its payload, and has to let the others know.
     """
 
-    _silent: Set[int] = frozenset()  # sites that have sent nothing in this round
-
-    def launch(self) -> None:
-        self._silent = set()
-        super().launch()
-
     def wait(self) -> list[Tensor]:
         self.finish()
-        self.missing = self._silent | self._transport.rounds.absent
+        self.missing |= self._transport.rounds.absent
         return self._received
 
     def finish(self, *, ended: bool = False) -> None:
-        self._silent |= self._lost()
+        self.missing |= self._lost()
 
 
 class ElasticTransport(HubTransport):
