@@ -155,7 +155,13 @@ class StreamToHub(NamedTuple):
 
 
 class Exchange(ABC):
-    """Exchange of payloads that is used step after step, and whose sizes all sites know."""
+    """Exchange of payloads that is used step after step, and whose sizes all sites know.
+
+    Attributes:
+        missing: ranks of the sites whose payloads have not arrived, or do not count, where sites may be absent.
+    """
+
+    missing: Set[int] = frozenset()
 
     def post(self) -> None:  # noqa: B027  (most implementations need no preparation)
         """Prepare to receive; do nothing when called again before `wait`."""
@@ -189,6 +195,10 @@ class Gather(Exchange):
 
     payload: Tensor
 
+    def collect(self) -> list[Tensor]:
+        """Wait for the payloads of all sites that have not left; which of them count, the end of the round decides."""
+        return self.wait()
+
 
 class AllToAll(Exchange):
     """Exchange in which every site sends another payload to each site.
@@ -196,11 +206,9 @@ class AllToAll(Exchange):
     Attributes:
         payloads: this site's payloads by rank of the receiver, flat tensors, to be filled before `launch`; its own
             arrives as it is.
-        missing: ranks of the sites whose payloads have not arrived, or do not count, where sites may be absent.
     """
 
     payloads: list[Tensor]
-    missing: Set[int] = frozenset()
 
 
 class Streams(ABC):

@@ -181,7 +181,6 @@ class ElasticExchange(HubExchange):
 
     _transport: ElasticTransport
     _round = 0
-    missing: Set[int] = frozenset()
 
     def launch(self) -> None:
         self.missing = set()

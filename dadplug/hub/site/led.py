@@ -9,7 +9,7 @@ are encoded, those of all processes of the site are added up, see `dadplug.step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from typing import Any, TypeVar, cast
@@ -29,7 +29,7 @@ from ...exchange.transport import AllToAll, Exchange, Gather, Nodes
 from .elastic import ElasticTransport, check_left
 from .link import HubLink
 from .processes import ALIVE_SECONDS, LocalSite, NoStreams, SiteTransport
-from .transport import CollectiveTransport, SitesGather
+from .transport import CollectiveTransport
 
 _PATIENCE = 1e6  # seconds; the leader may wait that long for other sites, and is asked meanwhile whether it is alive
 _Result = TypeVar("_Result")
@@ -314,7 +314,7 @@ class _Led(Exchange):
     def wait(self) -> list[Tensor]:
         opened = self.opened
         payloads, missing = self._transport.rounds.led(lambda _: (opened.wait(), sorted(opened.missing)))
-        self.missing: Set[int] = frozenset(missing)
+        self.missing = frozenset(missing)
         if opened is not None:
             return list(payloads)
         for room, payload in zip(self._rooms, payloads, strict=True):
@@ -322,7 +322,7 @@ class _Led(Exchange):
         return self._rooms
 
 
-class _LedGather(_Led, SitesGather):
+class _LedGather(_Led, Gather):
     """Gather of the sites' payloads.
 
     Args:

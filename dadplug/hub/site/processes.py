@@ -37,7 +37,7 @@ from ...exchange.transport import Gather, Nodes, PendingSum, Streams
 from .. import LOOPBACK, STARTED_PROCESSES
 from ..wire.messages import add_up
 from .link import HubLink
-from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather
+from .transport import CollectiveTransport, HubGather, HubSites, HubTransport
 
 _POLL_SECONDS = 0.05  # between two looks for a message of the leader
 ALIVE_SECONDS = 2.0  # between two questions whether the others are alive
@@ -471,7 +471,7 @@ class SiteTransport(CollectiveTransport, NodeMessages, NoStreams):
         return (self.world_size - 1) * nbytes <= _PACKET_BYTES
 
 
-class SiteGather(Forwarding[SiteTransport], SitesGather):
+class SiteGather(Forwarding[SiteTransport], Gather):
     """Gather of payloads of all processes: those of a site travel over the hub as one.
 
     Args:

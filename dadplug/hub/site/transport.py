@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -85,20 +85,6 @@ MOST_RECEIVERS = 254  # that the head of a frame can name
 assert 2 * COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
 
 
-class SitesGather(Gather):
-    """Gather in which sites may be missing.
-
-    Attributes:
-        missing: ranks of the sites whose payloads have not arrived, in the last round.
-    """
-
-    missing: Set[int] = frozenset()
-
-    def collect(self) -> list[Tensor]:
-        """Wait for the payloads of all sites that have not left; which of them count, the end of the round decides."""
-        return self.wait()
-
-
 class HubRounds(Rounds):
     """Training steps of the sites of a hub, all of which stay, and numbers of their exchanges.
 
@@ -156,17 +142,6 @@ class CollectiveTransport(Transport):
     @property
     def has_all_to_all(self) -> bool:
         return self.world_size <= MOST_RECEIVERS
-
-    @abstractmethod
-    def gather(
-        self,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        once: bool = False,
-        replaced: Gather | None = None,
-        first: Gather | None = None,
-    ) -> SitesGather: ...
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         gather = self.gather([tensor.numel()] * self.world_size, tensor.dtype, once=True)
@@ -303,7 +278,7 @@ class HubExchange(Exchange):
         return self._received
 
 
-class HubGather(HubExchange, SitesGather):
+class HubGather(HubExchange, Gather):
     """Gather of payloads that the hub passes on.
 
     Args:
