@@ -15,14 +15,32 @@ from typing import Any
 from ...errors import KitError, PolicyError
 from ...exchange.restrictions import Restricted
 from ...support.refusals import refuse
+from ...support.signature import Check, number, valid
 from .files import ROSTER, check_keys, read_file, read_toml
 from .proxies import DIRECT, Proxy
 
-_NUMBERS = {  # entries of a policy, with the largest valid one, and what they must be
-    "max_rank_share": (1.0, "number above 0 and up to 1"),
-    "rate_limit": (1e6, "positive number of Mbit/s"),
-    "hub_timeout": (sys.float_info.max, "positive number of seconds"),
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+
+
+_TRUTH = valid("true or false", lambda value: isinstance(value, bool))
+_CHECKS = {  # of entries of a policy; all others are true or false
+    "modes": valid('a list such as ["dsgd", "rankdad"]', _are_texts),
+    "max_rank_share": number("a number above 0 and up to 1", lambda share: 0 < share <= 1),
+    "rate_limit": number("a positive number of Mbit/s", lambda rate: 0 < rate <= 1e6),
+    "hub_timeout": number("a positive number of seconds", lambda seconds: 0 < seconds <= sys.float_info.max),
 }
+_DAYS = number("a whole number of days from 1 to 36500", lambda days: isinstance(days, int) and 0 < days <= 36500)
+
+
+def _check(check: Check, name: str, value: object, place: str = "") -> None:
+    """Check the value of an entry; raise KitError if it is not valid."""
+    try:
+        check(name, value)
+    except ValueError as error:
+        raise KitError(f"{place}{error}") from None
+
 
 _BEGIN, _END = "begin", "end"  # entries around those of a policy file, which show that it has not been cut
 _RESTRICTIONS = ("require_privacy", "modes", "share_inputs", "max_rank_share")  # of what methods send
@@ -134,22 +152,11 @@ class Policy:
             KitError: if an entry is unknown or has a wrong type.
         """
         check_keys(table, tuple(each.name for each in fields(cls)), place)
-        found = dict(table)
+        check_proxy(table.get("proxy", ""), place)
         for name, value in table.items():
-            match name:
-                case "modes":
-                    if not isinstance(value, list) or not all(isinstance(mode, str) for mode in value):
-                        raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {value!r}')
-                    found[name] = tuple(value)
-                case "proxy":
-                    check_proxy(value, place)
-                case "max_rank_share" | "rate_limit" | "hub_timeout":
-                    most, what = _NUMBERS[name]
-                    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-                        raise KitError(f"{place}: {name} must be a {what}, got {value!r}")
-                case _:
-                    if not isinstance(value, bool):
-                        raise KitError(f"{place}: {name} must be true or false, got {value!r}")
+            if name != "proxy":
+                _check(_CHECKS.get(name, _TRUTH), name, value, f"{place}: ")
+        found: dict[str, Any] = {name: tuple(value) if name == "modes" else value for name, value in table.items()}
         return cls(**found)
 
     @classmethod
@@ -470,8 +477,7 @@ def _entry(table: Mapping[str, Any], name: str, kind: type = str, default: Any =
 
 def _texts(table: Mapping[str, Any], name: str, default: tuple[str, ...] | None) -> tuple[str, ...]:
     value = _entry(table, name, object, default)
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
-        raise KitError(f'{name} must be a list of texts, such as ["a", "b"], got {value!r}')
+    _check(valid('a list of texts, such as ["a", "b"]', _are_texts), name, value)
     return tuple(value)
 
 
@@ -481,8 +487,7 @@ def check_days(name: str, value: object) -> None:
     Raises:
         KitError: if it is not a whole number from 1 to 36500.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 36500:
-        raise KitError(f"{name} must be a whole number of days from 1 to 36500, got {value!r}")
+    _check(_DAYS, name, value)
 
 
 @dataclass(frozen=True, eq=False)
