@@ -33,39 +33,15 @@ from .transport import Gather, Nodes, PendingSum, Transport
 
 Step = tuple[str, Callable[[], None]]
 """Name of a worker thread, and what it runs."""
-
-
-class Job(Future[None]):
-    """Steps that run one after the other, each on the worker thread that it names.
-
-    Args:
-        steps: the steps, at least one; those after one that raises an exception are skipped.
-
-    Attributes:
-        steps: those that are left.
-    """
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        super().__init__()
-        self.steps = list(steps)
-
-    def run_next(self) -> None:
-        """Run a step."""
-        try:
-            self.steps.pop(0)[1]()
-        except BaseException as error:
-            self.steps.clear()
-            self.set_exception(error)
-        else:
-            if not self.steps:
-                self.set_result(None)
+Job = Future[None]
+"""Steps that run one after the other, each on the worker thread that it names; an exception ends them."""
 
 
 class WorkerThreads:
     """Threads by name, each started when first used, that run their jobs in the order of submission."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, SimpleQueue[Job | None]] = {}
+        self._queues: dict[str, SimpleQueue[tuple[Job, Sequence[Step]] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
@@ -73,29 +49,37 @@ class WorkerThreads:
         """Start a job.
 
         Args:
-            steps: the steps, each with the name of its worker thread.
+            steps: the steps, at least one, each with the name of its worker thread.
         """
-        job = Job(steps)
-        self._put(job)
+        job = Job()
+        self._put(job, steps)
         return job
 
-    def _put(self, job: Job) -> None:
-        name = job.steps[0][0]
+    def _put(self, job: Job, steps: Sequence[Step]) -> None:
+        """Let the thread of the first step run it."""
+        name = steps[0][0]
         with self._lock:
             if name not in self._queues:
                 self._queues[name] = SimpleQueue()
                 thread = threading.Thread(target=self._run, args=(name,), name=f"dadplug-{name}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-        self._queues[name].put(job)
+        self._queues[name].put((job, steps))
 
     def _run(self, name: str) -> None:
         queue = self._queues[name]
-        while (job := queue.get()) is not None:
-            job.run_next()
-            if job.steps:
-                self._put(job)
-            del job  # it holds the transport, which is collected when it is not used any more
+        while (item := queue.get()) is not None:
+            job, steps = item
+            try:
+                steps[0][1]()
+            except BaseException as error:
+                job.set_exception(error)
+            else:
+                if len(steps) > 1:
+                    self._put(job, steps[1:])
+                else:
+                    job.set_result(None)
+            del item, job, steps  # they hold the transport, which is collected when it is not used any more
 
     def close(self, seconds: float) -> bool:
         """End the threads once they have run what has been submitted.
