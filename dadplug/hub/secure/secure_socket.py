@@ -27,7 +27,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -221,44 +220,31 @@ class SecureSocket:
             OSError: if the connection is lost.
         """
         timeout = self.gettimeout()
-        if not timeout:
-            self._shake_hands(lambda: None)
-            return
-        deadline = Deadline(timeout)
-
-        def wait() -> None:
-            if deadline.over:
-                raise TimeoutError
-            self._socket.settimeout(deadline.left or timeout)
-
+        deadline = Deadline(timeout) if timeout else None
         try:
-            self._shake_hands(wait)
+            while True:
+                if not self.flush():
+                    raise ssl.SSLWantWriteError
+                try:
+                    self.tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    if deadline is not None:
+                        if deadline.over:
+                            raise TimeoutError from None
+                        self._socket.settimeout(deadline.left or timeout)
+                    if not self.flush() or self._receive():
+                        continue
+                    raise
+                except ssl.SSLError:
+                    with suppress(OSError):
+                        self.flush()  # the alert
+                    raise
+            if not self.flush():
+                raise ssl.SSLWantWriteError
         finally:
-            self._socket.settimeout(timeout)
-
-    def _shake_hands(self, wait: Callable[[], None]) -> None:
-        """Perform the TLS handshake; see `do_handshake`.
-
-        Args:
-            wait: called before this end waits for the other one.
-        """
-        while True:
-            if not self.flush():
-                raise ssl.SSLWantWriteError
-            try:
-                self.tls.do_handshake()
-            except ssl.SSLWantReadError:
-                wait()
-                if not self.flush() or self._receive():
-                    continue
-                raise
-            except ssl.SSLError:
-                with suppress(OSError):
-                    self.flush()  # the alert
-                raise
-            if not self.flush():
-                raise ssl.SSLWantWriteError
-            return
+            if deadline is not None:
+                self._socket.settimeout(timeout)
 
     # What is sent
 
