@@ -443,21 +443,19 @@ class _HierarchicalGather(Forwarding[HierarchicalTransport], Gather):
         self.payload = self._payloads[transport.rank]
         remote = [rank for rank in range(transport.world_size) if rank not in nodes.own]
         self._forwarded = [rank for rank in remote if nodes.receiver(rank) == transport.rank]
-        self._relayed = [(rank, nodes.receiver(rank)) for rank in remote if rank not in self._forwarded]
+        relayed = [(rank, nodes.receiver(rank)) for rank in remote if rank not in self._forwarded]
+        # Sites whose payloads come from inside the node, each with the rank that sends it.
+        self._inside = [*((rank, rank) for rank in nodes.peers), *relayed]
 
     def post(self) -> None:
         if self._jobs:
             return
-        remote, inside = self._receive((rank, rank) for rank in self._forwarded), self._receive(self._inside())
+        remote, inside = self._receive((rank, rank) for rank in self._forwarded), self._receive(self._inside)
         submit = self._transport.workers.submit
         self._jobs = [
             submit(("relay", lambda: self._forward(remote))),
             submit(("arrive", lambda: self._receive_inside(inside))),
         ]
-
-    def _inside(self) -> list[tuple[int, int]]:
-        """Return the sites whose payloads come from inside the node, each with the rank that sends it."""
-        return [*((rank, rank) for rank in self._transport.nodes.peers), *self._relayed]
 
     def _receive(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, list[tuple[Work, int]]]]:
         receive = self._transport.receive

@@ -159,15 +159,14 @@ class ContributionBucket:
         lacking = self._exchange.missing - self._transport.rounds.absent if self.owned else ()
         self.faults = {rank: f"{self._transport.sites[rank]} has sent nothing to this owner" for rank in lacking}
         for sender, payload in enumerate(received if self.owned else ()):
-            if sender in self._exchange.missing:
-                count, shares = 0, dict.fromkeys(self.owned)
-            else:
-                try:
+            count, shares = 0, dict.fromkeys(self.owned)
+            try:
+                if sender not in self._exchange.missing:
                     count, shares = self._read(sender, payload)
-                except MismatchError as error:
-                    if not self._transport.rounds.elastic:
-                        raise
-                    self.faults[sender], count, shares = str(error), 0, dict.fromkeys(self.owned)
+            except MismatchError as error:
+                if not self._transport.rounds.elastic:
+                    raise
+                self.faults[sender] = str(error)
             samples.append(count)
             for index, share in shares.items():
                 found[index].append(share)
