@@ -122,24 +122,6 @@ class Policy:
                 "been sent"
             )
 
-    def check_rank(self, name: str, sent: int, rows: int) -> None:
-        """Check how many rows leave this site for those of a layer's input.
-
-        Args:
-            name: name of the weight.
-            sent: number of rows that would be sent.
-            rows: number of rows of the layer's input in the step.
-
-        Raises:
-            PolicyError: if these are more than the share that is allowed.
-        """
-        if sent > self.max_rank_share * rows:
-            raise PolicyError(
-                f"the policy of this site's kit has max_rank_share = {self.max_rank_share:g}: of {rows} rows of the "
-                f"layer of {name!r}, {int(self.max_rank_share * rows)} may be sent, and {sent} would be. Lower rank=, "
-                "or take a larger batch; nothing of the layer has been sent"
-            )
-
     @classmethod
     def parse(cls, table: Mapping[str, Any], place: str) -> Policy:
         """Build a policy from the entries of a TOML table.
@@ -527,5 +509,20 @@ class KitRestrictions:
         self.policy.check_bytes(nbytes, most)
 
     def check_rank(self, name: str, sent: int, rows: int) -> None:
-        """Check how many rows leave the site for those of a layer's input; see `Policy.check_rank`."""
-        self.policy.check_rank(name, sent, rows)
+        """Check how many rows leave this site for those of a layer's input.
+
+        Args:
+            name: name of the weight.
+            sent: number of rows that would be sent.
+            rows: number of rows of the layer's input in the step.
+
+        Raises:
+            PolicyError: if these are more than the share that is allowed.
+        """
+        share = self.policy.max_rank_share
+        if sent > share * rows:
+            raise PolicyError(
+                f"the policy of this site's kit has max_rank_share = {share:g}: of {rows} rows of the layer of "
+                f"{name!r}, {int(share * rows)} may be sent, and {sent} would be. Lower rank=, or take a larger batch; "
+                "nothing of the layer has been sent"
+            )
