@@ -424,10 +424,10 @@ def test_no_message_of_a_local_site_is_seen_on_the_loopback_interface(tmp_path):
 def test_a_mark_of_another_machine_or_connection_is_not_accepted(tmp_path, monkeypatch):
     with running_hub(tmp_path / "kits", sites=("a", "b", "c")) as hub:
         for name, mark in zip("abc", ("", "0" * 64, "not ASCII: é"), strict=True):
-            with contextlib.closing(secure_socket.LocalDoor(mark)) as door:
+            with secure_socket.LocalDoor(mark) as door:
                 site = TestSite(hub.kit(name), hub.address, mark=mark, place=door.place, secret=door.secret)
                 assert site.answer  # over TLS
-                assert door.accept() is None
+                assert door.admit() is None
                 site.close()
     secure = SecureSocket.__new__(SecureSocket)
     monkeypatch.setattr(SecureSocket, "addresses", lambda self: (("127.0.0.1", 5), ("127.0.0.1", 8)))
@@ -450,11 +450,11 @@ def test_others_who_dial_a_sites_unix_socket_are_not_taken_for_the_hub():
         for each, content in zip(others, (b"0", b"1" * 32, door.secret[:31].encode()), strict=True):
             each.connect(f"\0dadplug-{door.place}")
             each.send(content)
-        assert door.accept() is None
+        assert door.admit() is None
         hub = socket.socket(socket.AF_UNIX)
         hub.connect(f"\0dadplug-{door.place}")
         hub.send(door.secret.encode())
-        taken = door.accept()
+        taken = door.admit()
         assert taken is not None
         hub.send(b"more")
         assert taken.recv(8) == b"more"

@@ -531,7 +531,7 @@ def is_local(connection: SecureSocket, mark: str) -> bool:
     return bool(own) and hmac.compare_digest(own.encode(), mark.encode())
 
 
-class LocalDoor:
+class LocalDoor(socket.socket):
     """Unix socket at which a site waits for the answer of a hub in the same machine. To be closed.
 
     Its name is an abstract one: it belongs to the network namespace, and leaves no file.
@@ -546,22 +546,18 @@ class LocalDoor:
     """
 
     def __init__(self, mark: str) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         self.mark = mark
         self.place, self.secret = (secrets.token_hex(_SECRET_BYTES // 2) for _ in range(2))
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.setblocking(False)
-        self._listener.bind(_PREFIX + self.place)
-        self._listener.listen()
+        self.setblocking(False)
+        self.bind(_PREFIX + self.place)
+        self.listen()
 
-    def fileno(self) -> int:
-        """Return the descriptor of the socket."""
-        return self._listener.fileno()
-
-    def accept(self) -> socket.socket | None:
+    def admit(self) -> socket.socket | None:
         """Return the hub's connection if it has arrived; others are closed."""
         while True:
             try:
-                connected, _ = self._listener.accept()
+                connected, _ = self.accept()
             except OSError:
                 return None
             connected.settimeout(_SECRET_SECONDS)
@@ -572,10 +568,6 @@ class LocalDoor:
             if hmac.compare_digest(found, self.secret.encode()):
                 return connected
             connected.close()
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._listener.close()
 
 
 def open_door(connection: SecureSocket) -> LocalDoor | None:

@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -110,7 +110,7 @@ def _read_answer(connection: SecureSocket, door: LocalDoor | None, world_size: i
         ready = select.select(ends, [], [], max(0.0, deadline - time.monotonic()))[0]
         if not ready:
             raise TimeoutError(f"it has not answered for {seconds:g} s")
-        if door in ready and door is not None and (local := door.accept()) is not None:
+        if door in ready and door is not None and (local := door.admit()) is not None:
             connection.continue_over(local)
             door = None
     connection.settimeout(timeout)
@@ -526,7 +526,7 @@ class HubConnection(ABC):
             with ExitStack() as opened:
                 door = None if self.kit.policy.encrypt_local else open_door(connection)
                 if door is not None:
-                    opened.enter_context(closing(door))
+                    opened.enter_context(door)
                     hello = replace(hello, mark=door.mark, place=door.place, secret=door.secret)
                 welcome = introduce(connection, self.kit, hello, self.address, seconds, door)
             with self.lock:
