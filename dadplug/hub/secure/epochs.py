@@ -115,6 +115,7 @@ class Epochs:
         members: digests of the offers of all members, by slot; empty before the first welcome.
         posts: messages that are to be sent: the receiver and the content.
         refused: sites whose offers this site has refused, and why, which are to be told to the hub.
+        serials: serial numbers of the certificates of the other members, by slot.
     """
 
     def __init__(self, offers: Offers, slot: int) -> None:
@@ -129,7 +130,7 @@ class Epochs:
         self.members: dict[int, bytes] = {}
         self._seen: set[bytes] = set()  # digests of all epochs so far
         self._pairs: dict[int, Pair] = {}
-        self._serials: dict[int, int] = {}
+        self.serials: dict[int, int] = {}
         self._receptions: dict[int, Reception] = {}
         self._early: defaultdict[int, list[tuple[Head, bytes]]] = defaultdict(list)
         self._early_bytes = 0
@@ -155,7 +156,7 @@ class Epochs:
         keys = agreement.keys
         self._forget()
         self._sealer, self._stale = keys.sealer(), False
-        self._serials = agreement.serials
+        self.serials = agreement.serials
         for slot, root in keys.pairs.items():
             self._pairs[slot] = Pair(root, self._slot, slot, self._offers.names[slot])
             self._receptions[slot] = Reception(opener=keys.opener(slot))
@@ -168,11 +169,6 @@ class Epochs:
     def replace_kit(self, kit: Kit) -> None:
         """Check further offers by a kit that has been read again."""
         self._offers = Offers(kit, self._offers.names)
-
-    @property
-    def serials(self) -> Mapping[int, int]:
-        """Serial numbers of the certificates of the other members, by slot."""
-        return self._serials
 
     # This site joins
 
@@ -238,7 +234,7 @@ class Epochs:
         if not own or members.keys() - {self._slot} != self._expected or members != self._base:
             # A member has to know the members that the hub has announced, and that others know.
             raise self._offers.error(slot, "it has been shown other members than this site")
-        self._serials[slot] = certificate.serial_number
+        self.serials[slot] = certificate.serial_number
         self._pairs[slot] = Pair(root, self._slot, slot, self._offers.names[slot])
         self._receptions[slot] = self._make_reception(slot, step, chains)
         self._lacking.discard(slot)
@@ -299,7 +295,7 @@ class Epochs:
         plain = encode((step, self.members, chains))
         sealed = AESGCM(derive(root, "welcome")).encrypt(bytes(12), plain, transcript)
         signature = sign(self._offers.key, b"welcome" + transcript + sealed)
-        self._serials[slot] = certificate.serial_number
+        self.serials[slot] = certificate.serial_number
         self._pairs[slot] = Pair(root, self._slot, slot, self._offers.names[slot])
         self._receptions[slot] = Reception()
         self.posts.append((slot, WELCOME + self.members[slot] + own + signature + sealed))
@@ -320,7 +316,7 @@ class Epochs:
         self._offered.pop(slot, None)
         self._early_bytes -= sum(len(body) for _, body in self._early.pop(slot, []))
         self._lacking.discard(slot)
-        for found in (self._pairs, self._serials, self._receptions):
+        for found in (self._pairs, self.serials, self._receptions):
             found.pop(slot, None)
         if not self.members:
             self._later.append((slot, 0, None))
