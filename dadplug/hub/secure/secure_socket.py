@@ -115,7 +115,6 @@ def site_bucket(folder: str, megabits: float | None) -> TokenBucket | None:
 
 _READ_BYTES = 144 << 10  # received by one system call, at most: more than a full frame
 _RECORD_CONTENT = 1 << 14  # bytes of a full record's content
-_DIRECT_BYTES = 1 << 15  # for which a system call of their own is cheaper than a copy
 _LOCAL_BUFFER = 1 << 19  # bytes that the kernel holds of a Unix socket, if it allows so many
 _HEAD_BYTES = 5  # of a record's head, which ends with the length of the rest
 _LAST_RECEIVED = struct.Struct("=52xI")  # of Linux's struct tcp_info, milliseconds since bytes have arrived
@@ -332,26 +331,15 @@ class SecureSocket:
 
     def _take(self, buffer: memoryview) -> int | None:
         """Receive bytes that are not encrypted; see `recv_into`."""
-        size = len(buffer)
         if not self._arrived:
             if self._ended:
                 return 0
-            if self._drained:
-                self._drained = False
+            arrived = self._read()
+            if arrived is None:
                 return None
-            direct = size >= _DIRECT_BYTES
-            room = buffer if direct else self._buffer
-            try:
-                count = self._socket.recv_into(room)
-            except BlockingIOError:
-                return None
-            self._ended = not count
-            self._drained = not self._blocks and 0 < count < len(room)
-            if direct or not count:
-                return count
-            self._arrived = room[:count]
-        taken = self._arrived[:size]
-        self._arrived = self._arrived[size:]
+            self._arrived = arrived
+        taken = self._arrived[: len(buffer)]
+        self._arrived = self._arrived[len(buffer) :]
         buffer[: len(taken)] = taken
         return len(taken)
 
@@ -386,22 +374,28 @@ class SecureSocket:
 
     def _receive(self) -> bool:
         """Receive encrypted bytes; return whether any have arrived or the connection has ended."""
-        if self._drained:
-            self._drained = False
+        arrived = self._read()
+        if arrived is None:
             return False
-        try:
-            count = self._socket.recv_into(self._buffer)
-        except BlockingIOError:
-            return False
-        if count:
-            arrived = self._buffer[:count]
+        if arrived:
             self._records.count(arrived)
             self._incoming.write(arrived)
         else:
-            self._ended = True
             self._incoming.write_eof()
-        self._drained = not self._blocks and 0 < count < _READ_BYTES
         return True
+
+    def _read(self) -> memoryview | None:
+        """Return the bytes that have arrived, none at the end of the connection; None where there are none yet."""
+        if self._drained:
+            self._drained = False
+            return None
+        try:
+            count = self._socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return None
+        self._ended |= not count
+        self._drained = not self._blocks and 0 < count < _READ_BYTES
+        return self._buffer[:count]
 
     @property
     def partial(self) -> bool:
