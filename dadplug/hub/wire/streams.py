@@ -381,8 +381,6 @@ class NumberedFrames(NumberedStream):
         if self.seal is not None:
             return self.seal(head, memoryview(content))
         most = self.payload_bytes if head.kind is Kind.PAYLOAD else PIECE_BYTES  # those of sums are equal at all sites
-        if len(content) <= most:
-            return (b"".join((head.pack_piece(0, len(content)), content)),)
         return (b"".join(parts) for parts in frames(head, memoryview(content), most))
 
     def flush(self) -> None:
