@@ -193,7 +193,6 @@ class SecureSocket:
         self._drained = False  # whether the last read has taken all that had arrived
         self._ended = False  # whether the other end has closed the connection
         self._records = _Records()
-        self._divided = False  # whether the last read may have left a part of a decrypted record
         self._replaced: socket.socket | None = None  # the TCP connection that a Unix socket has replaced
         self._content: deque[memoryview] = deque()  # to be sent as it is
         self._arrived = self._buffer[:0]  # bytes that were not encrypted, not taken yet
@@ -346,8 +345,8 @@ class SecureSocket:
     def _decrypt(self, buffer: memoryview) -> int:
         """Decrypt what has arrived, as far as there is room; return the number of bytes."""
         encrypted, incoming, size = self.tls, self._incoming, len(buffer)
-        filled, pending = 0, self._divided and encrypted.pending()
-        while filled < size and (pending or incoming.pending):
+        filled = 0
+        while filled < size and (incoming.pending or encrypted.pending()):
             try:
                 count: int = encrypted.read(size - filled, buffer[filled:])  # type: ignore[assignment]
             except ssl.SSLWantReadError:  # a record is incomplete
@@ -355,8 +354,7 @@ class SecureSocket:
             if not count:  # a closing alert
                 self._ended = True
                 break
-            filled, pending = filled + count, 0  # a read ends with its record, if it has room for it
-            self._divided = filled == size
+            filled += count
         return filled
 
     def recv(self, size: int) -> bytes:
