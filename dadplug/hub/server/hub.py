@@ -255,10 +255,7 @@ class Hub:
     def _update_masks(self) -> None:
         """Register what each connection waits for."""
         self._streams.update()
-        crowded = self.relay.crowded
         for session, mask in self._masks.items():
-            if mask == _READ and not (session.blocked or crowded or session.floods) and session.ended is None:
-                continue
             assert session.stream is not None
             wanted = _WRITE if session.blocked and not session.stream.connection.held else 0
             if session.ended is None and self.relay.readable(session):
