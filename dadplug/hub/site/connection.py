@@ -449,7 +449,7 @@ class HubConnection(ABC):
         """Send and receive what is possible at the moment; return whether the hub has received all that was sent."""
         with self.lock:
             self.transfer()
-            connection, unsent = self._connection, self._frames.blocked or self._frames.queue.unsent_bytes
+            connection, unsent = self._connection, self.frames.blocked or self.frames.queue.unsent_bytes
             return connection is not None and not unsent and connection.has_delivered
 
     def _complete(self, head: Head, body: memoryview) -> None:

@@ -268,7 +268,7 @@ class HubExchange(Exchange):
         self._send()
 
     def has_arrived(self) -> bool:
-        return self._transport.link.has_delivered() and all(message.done for message in self._incoming)
+        return self._transport.link.has_delivered() and all(message.done for message in self.incoming)
 
     def wait(self) -> list[Tensor]:
         if self.incoming:
