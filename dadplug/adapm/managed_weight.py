@@ -498,13 +498,13 @@ class ManagedWeight:
         """Weight the gradient that backward has added since the last call.
 
         Args:
-            share: weight of this site; 0 if it has no samples and takes part in the step without rows.
+            share: weight of this site; 0 if it has no samples and takes part in the step without rows: gradients of
+                earlier steps that have not been cleared do not count, either.
         """
         gradient, base, fresh = self.parameter.grad, self._base, not self.weighted
         self.weighted, self._base = True, None
         if share == 0.0 and self.parameter.requires_grad:
-            kept = base if fresh else gradient
-            self._put(self._of_keys([], 0.0) if kept is None else kept)
+            self._put(self._of_keys([], 0.0))
         elif fresh and gradient is not None and share != 1.0:
             if base is None:
                 gradient.mul_(share)

@@ -101,7 +101,7 @@ class ManagedSite(Site):
         self.reductions.append(managed)
         return managed
 
-    def _record(self, reduction: Any, means: Any) -> None:
+    def record(self, reduction: Any, means: Any) -> None:
         """Record nothing: parameters are compared at the end."""
 
     def end(self) -> dict[str, Tensor]:
@@ -243,6 +243,7 @@ PROGRAMS = {
         "loss_times_zero",
         "single_rows",
         "gradients_kept_over_steps",
+        "idle_without_clearing",
         "evaluation_between_backward_passes",
         "retained_graph",
         "exceptions_in_forward_and_loader",
