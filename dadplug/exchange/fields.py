@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, Union
 
-import numpy as np
-
 from ..errors import MismatchError
 
 COUNT = 1 << 40  # most of a count
@@ -78,7 +76,7 @@ def fits(value: Any, kind: Any) -> bool:
         return len(value) == len(of) and all(map(fits, value, of))
     if isinstance(value, Mapping):
         return not of or all(fits(key, of[0]) and fits(each, of[1]) for key, each in value.items())
-    if of and origin is not np.ndarray:
+    if of and not hasattr(value, "dtype"):  # of arrays the type is enough, and not all commands load numpy
         return all(fits(each, of[0]) for each in value)
     names = [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
     names = names or getattr(value, "_fields", ())
