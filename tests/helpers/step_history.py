@@ -76,21 +76,20 @@ class History:
                 layer = [*model.children()][step.freezes]
                 layer.requires_grad_(not next(layer.parameters()).requires_grad)
             before = [(each.grad, None if each.grad is None else each.grad.clone()) for each in model.parameters()]
+            self._written: list[Tensor] = []  # by the program, in this step
             done = {action[0] for action in step.actions[site.rank]}
             idle = not (step.ends[site.rank] and done & {"backward", "quiet", "write"})
             for place, action in enumerate(step.actions[site.rank]):
                 written = idle and action[0] in ("write", "scale")  # which does not count in an idle step
                 if (number, place) not in self._refused and not written:
                     try:
-                        further = {name for name, *_ in step.actions[site.rank][place + 1 :]}
-                        ends = not further & {"backward", "quiet", "write"}
-                        self._act(site, model, reduction, number, action, ends)
+                        self._act(site, model, reduction, number, action)
                     except RuntimeError as error:
                         if site.by_hand or "on its way" not in str(error):
                             raise
                         self._refused.add((number, place))
             if site.by_hand:
-                own = _own(model, before, zeros=not idle)
+                own = _own(model, before, [] if idle else self._written)
                 if idle:  # gradients of earlier steps do not count
                     for parameter, counts in zip(model.parameters(), own, strict=True):
                         parameter.grad = parameter.grad if counts else None
@@ -112,14 +111,14 @@ class History:
             if not site.by_hand:
                 site.record(reduction, {})
 
-    def _act(self, site: Site, model: Any, reduction: Any, step: int, action: tuple[Any, ...], ends: bool) -> None:
+    def _act(self, site: Site, model: Any, reduction: Any, step: int, action: tuple[Any, ...]) -> None:
         name, *numbers = action
         if name in ("backward", "quiet"):
             with reduction.no_sync() if name == "quiet" else nullcontext():
                 _backward(site, model, BACKWARDS[numbers[0]], 10 * step + numbers[1])
             return
         if name == "clear":
-            model.zero_grad(set_to_none=bool(numbers[0]) or ends)  # zeros at the end may count, or be taken for none
+            model.zero_grad(set_to_none=bool(numbers[0]))
             return
         parameters = [each for each in model.parameters() if each.requires_grad]
         parameter = parameters[numbers[0] % len(parameters)]
@@ -127,6 +126,7 @@ class History:
             parameter.grad = None
         elif name == "write":
             parameter.grad = torch.full_like(parameter, 0.1 + 0.1 * numbers[1])
+            self._written.append(parameter.grad)
         elif parameter.grad is not None and name == "zero":
             parameter.grad.zero_()
         elif parameter.grad is not None and name == "scale":
@@ -151,13 +151,13 @@ def _backward(site: Site, model: Any, kind: str, batch: int, scale: float = 1.0)
         value.backward()
 
 
-def _own(model: nn.Module, before: list[tuple[Tensor | None, Tensor | None]], zeros: bool) -> list[bool]:
-    """Return by parameter whether it has a gradient that counts: not one of an earlier step, also if it was cleared.
+def _own(model: nn.Module, before: list[tuple[Tensor | None, Tensor | None]], written: list[Tensor]) -> list[bool]:
+    """Return by parameter whether it has a gradient that counts: not one of an earlier step, nor one that was cleared.
 
     Args:
         model: the model.
         before: the gradients before the step, and copies of them.
-        zeros: whether zeros in a gradient of this step count.
+        written: gradients that the program has made in the step, which count if they hold zeros, too.
     """
     own = []
     for parameter, (kept, values) in zip(model.parameters(), before, strict=True):
@@ -167,7 +167,7 @@ def _own(model: nn.Module, before: list[tuple[Tensor | None, Tensor | None]], ze
         elif gradient is kept and values is not None:
             own.append(bool(gradient.any()) and not torch.equal(gradient, values))
         else:
-            own.append(zeros or bool(gradient.any()))
+            own.append(bool(gradient.any()) or any(gradient is each for each in written))
     return own
 
 

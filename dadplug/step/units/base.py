@@ -563,6 +563,8 @@ class DenseUnit(Unit):
         gradient = self.lead.grad
         self.changed = bool(self.arrivals) and gradient is not None and version_of(gradient) != self.version
         if self.arrivals and (gradient is None or (self.changed and is_zero(gradient))):
+            if gradient is not None:
+                setattr(gradient, _AGREED, ())  # cleared, as a placeholder would be: the site does not count with it
             self.discard()
             self.changed = False
             return True
