@@ -43,7 +43,7 @@ class Step:
 
     Attributes:
         actions: by site, what it does before it agrees: a name and numbers.
-        ends: by site, whether it synchronises; otherwise it is idle.
+        ends: by site, whether it synchronises without a backward pass if it has written gradients; else it is idle.
         clears: whether all sites clear their gradients after it.
         updates: whether all sites take the optimizer's step after it.
         freezes: number of a layer that all sites freeze, or free, before it; None for none.
@@ -78,7 +78,7 @@ class History:
             before = [(each.grad, None if each.grad is None else each.grad.clone()) for each in model.parameters()]
             self._written: list[Tensor] = []  # by the program, in this step
             done = {action[0] for action in step.actions[site.rank]}
-            idle = not (step.ends[site.rank] and done & {"backward", "quiet", "write"})
+            idle = not done & {"backward", "quiet"} and not (step.ends[site.rank] and "write" in done)
             for place, action in enumerate(step.actions[site.rank]):
                 written = idle and action[0] in ("write", "scale")  # which does not count in an idle step
                 if (number, place) not in self._refused and not written:
