@@ -43,6 +43,9 @@ PRELOADED = (
 PACKAGE = (
     "pytest",  # which helpers of tests import
     "dadplug.reduction",
+    *(f"dadplug.step.methods.{name}" for name in ("powersgd", "rankdad", "topk")),  # loaded when they are asked for
+    *(f"dadplug.step.reducer.{name}" for name in ("merged", "powersgd", "topk")),
+    *("dadplug.step.fused.steps", "dadplug.lowrank.sparse"),
     "dadplug.lowrank.kernels",
     "dadplug.hub.connect",
     "dadplug.hub.site.runtime",
