@@ -43,7 +43,8 @@ class Step:
 
     Attributes:
         actions: by site, what it does before it agrees: a name and numbers.
-        ends: by site, whether it synchronises without a backward pass if it has written gradients; else it is idle.
+        ends: by site, whether it synchronises where it has written gradients without a backward pass. A site that has
+            neither is idle, and one with a backward pass synchronises.
         clears: whether all sites clear their gradients after it.
         updates: whether all sites take the optimizer's step after it.
         freezes: number of a layer that all sites freeze, or free, before it; None for none.

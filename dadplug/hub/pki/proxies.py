@@ -203,7 +203,8 @@ def open_tunnel(connection: socket.socket, proxy: Proxy, host: str, port: int) -
         port: port of the hub.
 
     Raises:
-        ProxyError: if the proxy refuses, does not answer, or is no proxy; `lasting` says whether to wait is of no use.
+        ProxyError: if the proxy refuses, does not answer, or is no proxy; `lasting` is True if a later attempt would
+            fail, too.
     """
     place, timeout = target(host, port), connection.gettimeout() or 0.0
     lines = [f"CONNECT {place} HTTP/1.1", f"Host: {place}"]

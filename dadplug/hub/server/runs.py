@@ -154,7 +154,7 @@ class Runs:
             session.world_size = len(names)
 
     def _grow(self, size: int) -> None:
-        """Make the run one of more sites of the roster. Those that take part, or wait to, are told; see `Grow`."""
+        """Add further sites of the roster to the run, and send `Grow` to all sites that take part or wait to."""
         new = ", ".join(self.roster[len(self.run.names) : size])
         self.run.grow(self.roster[:size])
         self._journal.write(f"the run grows: it is one of {size} sites now, with {new}")

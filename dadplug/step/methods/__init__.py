@@ -16,8 +16,9 @@ from .base import (
     register_method,
 )
 
-for _name in ("powersgd", "rankdad", "topk"):  # few runs need more than one of them
-    METHODS.defer(f"{__name__}.{_name}", _name)
+METHODS.defer(f"{__name__}.powersgd", "powersgd")
+METHODS.defer(f"{__name__}.rankdad", "rankdad")
+METHODS.defer(f"{__name__}.topk", "topk")
 
 __all__ = [
     "METHODS",

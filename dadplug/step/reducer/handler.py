@@ -701,14 +701,10 @@ def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tens
 
 _HANDLERS: Registry[tuple[str, str], type[BucketHandler]] = Registry("handler")
 """Handlers by path and variant."""
-for _module, _path, _variant in (  # few runs need these
-    ("nodes", GradientPath.LOWRANK, "nodes"),
-    ("merged", GradientPath.LOWRANK, "owner"),
-    ("merged", GradientPath.LOWRANK, "divided"),
-    ("powersgd", GradientPath.POWERSGD, ""),
-    ("topk", GradientPath.TOPK, ""),
-):
-    _HANDLERS.defer(f"{__package__}.{_module}", (_path, _variant))
+_HANDLERS.defer(f"{__package__}.nodes", (GradientPath.LOWRANK, "nodes"))
+_HANDLERS.defer(f"{__package__}.merged", (GradientPath.LOWRANK, "owner"), (GradientPath.LOWRANK, "divided"))
+_HANDLERS.defer(f"{__package__}.powersgd", (GradientPath.POWERSGD, ""))
+_HANDLERS.defer(f"{__package__}.topk", (GradientPath.TOPK, ""))
 
 
 def register_handler(*paths: str, variant: str = "") -> Callable[[type[BucketHandler]], type[BucketHandler]]:
